@@ -8,7 +8,7 @@ import torch
 from bitdecoding.cache.codec import LayerCodec, round_to_fp16_row
 from bitdecoding.cache.formats import EncodedPages, lloyd_max_levels
 from bitdecoding.calibration.data import LayerCalibration
-from bitdecoding.errors import CalibrationError, InvalidInputError, UnsupportedError
+from bitdecoding.errors import CalibrationError, UnsupportedError
 from bitdecoding.numerics import (
     decode_e4m3,
     dual_residual_query,

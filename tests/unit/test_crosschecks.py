@@ -4,6 +4,9 @@ ml_dtypes and torchao run here. fouroversix and NVIDIA Model Optimizer are too h
 make of fixed blocks is recorded in tests/cases/peers.json by tests/cases/record_peers.py.
 """
 
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -78,10 +81,18 @@ def test_e8m0_of_powers_of_two_equals_ml_dtypes():
     assert torch.equal(encode_e8m0(exponents), cast(powers, ml_dtypes.float8_e8m0fnu))
 
 
+def import_torchao() -> None:
+    """Import torchao from the folder beside the environment where scripts/setup puts it."""
+    folder = str(Path(sys.prefix) / "crosschecks")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    pytest.importorskip("torchao", reason="scripts/setup installs torchao apart from the environment")
+
+
 @pytest.fixture(scope="module")
 def to_mx():
     """torchao's MXFP4 quantizer: rows of 32 and a scaling mode -> scale bytes [rows], codes [rows, 32]."""
-    pytest.importorskip("torchao", reason="torchao is in the dev extra")
+    import_torchao()
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.prototype.mx_formats.mx_tensor import to_mx
 
@@ -176,7 +187,7 @@ def test_torchao_keeps_minus_zero_in_zero_blocks(to_mx):
 @pytest.fixture(scope="module")
 def torchao_nvfp4():
     """torchao's NVFP4 quantizer without its tensor scale: rows of 16 -> scale bytes [rows], codes [rows, 16]."""
-    pytest.importorskip("torchao", reason="torchao is in the dev extra")
+    import_torchao()
     from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

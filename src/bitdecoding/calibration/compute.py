@@ -16,7 +16,11 @@ from bitdecoding.cache.codec import LayerCodec
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.calibration.prompts import CALIBRATION_PROMPTS
 from bitdecoding.errors import InvalidInputError
-from bitdecoding.integrations.transformers.attention import ATTENTION_NAME, use_attention
+from bitdecoding.integrations.transformers.attention import (
+    ATTENTION_NAME,
+    attention_of,
+    reference_implementation,
+)
 from bitdecoding.integrations.transformers.forward import forward
 from bitdecoding.integrations.transformers.probing import DecodeView, RecordingCache, TeacherForcedCache
 from bitdecoding.models import LoadedModel, ModelShape, model_shape
@@ -67,18 +71,14 @@ def calibrate(
         window = min(shape.max_context, DEFAULT_WINDOW)
     _check_arguments(window, shape, prompts, new_tokens)
     progress("continuing the prompts")
-    tokens = calibration_tokens(loaded, prompts, new_tokens)
+    with attention_of(loaded.model, reference_implementation(loaded.model)):
+        tokens = calibration_tokens(loaded, prompts, new_tokens)
     tiled = tokens.repeat(-(-window // len(tokens)))[:window].to(loaded.model.device)
-    previous = loaded.model.config._attn_implementation
-    use_attention(loaded.model)
-    try:
+    with attention_of(loaded.model, ATTENTION_NAME):
         progress("prefill")
         moments, prompt = _prefill(loaded, shape, tiled[: window - TAU_QUERIES])
         progress("probability threshold")
         tau = _calibrate_tau(loaded, shape, prompt, moments, tiled[window - TAU_QUERIES :])
-    finally:
-        if previous != ATTENTION_NAME:
-            loaded.model.set_attn_implementation(previous)
     second = moments.second_moment()
     rotated = hadamard_transform(hadamard_transform(second).transpose(-1, -2))
     return Calibration(

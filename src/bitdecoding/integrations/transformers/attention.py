@@ -5,6 +5,8 @@ returns this step's keys with itself attached (`bind`), and the attention functi
 serves the FP4 cache, calibration and teacher-forced evaluation.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +15,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from bitdecoding.errors import UnsupportedError
 from bitdecoding.reference.vectorized import LogitRule
 
-__all__ = ["ATTENTION_NAME", "AttendingLayer", "bind", "register_attention", "use_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttendingLayer",
+    "attention_of",
+    "bind",
+    "reference_implementation",
+    "register_attention",
+    "use_attention",
+]
 
 ATTENTION_NAME = "bitdecoding"
 """Value of ``attn_implementation`` that selects this function."""
@@ -116,3 +126,24 @@ def use_attention(model: PreTrainedModel) -> None:
     """Switch a loaded model to the ``bitdecoding`` attention function."""
     register_attention()
     model.set_attn_implementation(ATTENTION_NAME)
+
+
+@contextmanager
+def attention_of(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Use another attention implementation meanwhile."""
+    previous = model.config._attn_implementation
+    if previous == implementation:
+        yield
+        return
+    register_attention()
+    model.set_attn_implementation(implementation)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(previous)
+
+
+def reference_implementation(model: PreTrainedModel) -> str:
+    """Transformers' own exact attention: ``sdpa``, or ``eager`` for soft-capped logits, which sdpa leaves uncapped."""
+    soft_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return "eager" if soft_capped else "sdpa"
