@@ -1,0 +1,141 @@
+"""Teacher-forced KL divergence from the 16-bit cache (paper App. A).
+
+The reference's own greedy trajectory is fed token by token to the model under each recipe; at every step the divergence
+of the next-token distributions is taken over the reference's 128 most likely tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from bitdecoding.cache.codec import LayerCodec
+from bitdecoding.calibration.data import Calibration
+from bitdecoding.errors import InvalidInputError
+from bitdecoding.evaluation.trajectories import Trajectory
+from bitdecoding.integrations.transformers.attention import use_attention
+from bitdecoding.integrations.transformers.forward import forward
+from bitdecoding.integrations.transformers.probing import PageObserver, RecordingCache, TeacherForcedCache
+from bitdecoding.models import LoadedModel, model_shape
+from bitdecoding.recipe import Recipe, get_recipe
+
+__all__ = ["TOP_TOKENS", "KLSteps", "TeacherForcing", "top_kl"]
+
+TOP_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class KLSteps:
+    """One trajectory under one recipe, a value a step: ``kl`` in nats, ``mismatch`` where the top token differs."""
+
+    kl: tuple[float, ...]
+    mismatch: tuple[bool, ...]
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean KL over the steps, nats."""
+        return sum(self.kl) / len(self.kl)
+
+    @property
+    def mismatch_rate(self) -> float:
+        """Share of steps whose most likely token differs."""
+        return sum(self.mismatch) / len(self.mismatch)
+
+
+def top_kl(reference: torch.Tensor, other: torch.Tensor, top: int = TOP_TOKENS) -> torch.Tensor:
+    """KL(reference || other) over the reference's ``top`` most likely tokens, both renormalised over them.
+
+    Args:
+        reference, other: logits [steps, vocabulary].
+        top: tokens compared; the whole vocabulary if it is smaller.
+
+    Returns:
+        Nats, fp64 [steps], never negative beyond rounding.
+    """
+    top = min(top, reference.shape[-1])
+    values, ids = reference.double().topk(top, -1)
+    log_p = values.log_softmax(-1)
+    log_q = other.double().gather(-1, ids).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+class TeacherForcing:
+    """Runs recipes over trajectories of one model; prefills and reference logits are made once a trajectory.
+
+    Args:
+        loaded: the model, switched to this library's attention function.
+        calibration: statistics for recipes that need them, or None.
+    """
+
+    def __init__(self, loaded: LoadedModel, calibration: Calibration | None = None) -> None:
+        use_attention(loaded.model)
+        self._loaded = loaded
+        self._shape = model_shape(loaded.model.config)
+        self._calibration = calibration
+        self._trajectory: Trajectory | None = None
+        self._prompt: RecordingCache | None = None
+        self._reference: torch.Tensor | None = None
+
+    def codecs(self, recipe: Recipe) -> list[LayerCodec]:
+        """One codec a layer for a recipe."""
+        model = self._loaded.model
+        dtype = model.dtype if model.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+        return [
+            LayerCodec(
+                recipe,
+                self._shape.num_kv_heads,
+                self._shape.head_dim,
+                None if self._calibration is None else self._calibration.layer(layer),
+                device=model.device,
+                dtype=dtype,
+            )
+            for layer in range(self._shape.num_layers)
+        ]
+
+    def run(self, trajectory: Trajectory, recipe: Recipe) -> KLSteps:
+        """Teacher-force one trajectory under one recipe.
+
+        Raises:
+            InvalidInputError: trajectory longer than the model's context.
+            CalibrationError: the recipe needs statistics that are not there.
+        """
+        logits = self.observe(trajectory, recipe)
+        assert self._reference is not None
+        kl = top_kl(self._reference, logits)
+        mismatch = self._reference.argmax(-1) != logits.argmax(-1)
+        return KLSteps(tuple(kl.tolist()), tuple(mismatch.tolist()))
+
+    def observe(self, trajectory: Trajectory, recipe: Recipe, observer: PageObserver | None = None) -> torch.Tensor:
+        """Logits [steps, vocabulary] of the steps under a recipe; ``observer`` sees every layer's pages and queries.
+
+        Raises as `run`.
+        """
+        codecs = self.codecs(recipe)
+        if trajectory != self._trajectory:
+            self._start(trajectory)
+        return self._decode(trajectory, codecs, observer)
+
+    @torch.inference_mode()
+    def _start(self, trajectory: Trajectory) -> None:
+        if len(trajectory.token_ids) > self._shape.max_context:
+            raise InvalidInputError(
+                f"trajectory {trajectory.name}: {len(trajectory.token_ids)} tokens exceed the model's context of "
+                f"{self._shape.max_context}"
+            )
+        prompt = torch.tensor([trajectory.token_ids[: trajectory.prompt_length]])
+        dtype = self._loaded.model.dtype
+        cache = RecordingCache(
+            self._shape.num_layers, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+        )
+        forward(self._loaded.model, prompt, cache, last_only=True)
+        self._trajectory, self._prompt = trajectory, cache
+        self._reference = self._decode(trajectory, self.codecs(get_recipe("bf16")))
+
+    @torch.inference_mode()
+    def _decode(
+        self, trajectory: Trajectory, codecs: list[LayerCodec], observer: PageObserver | None = None
+    ) -> torch.Tensor:
+        """Logits [steps, vocabulary] after each token of the continuation."""
+        assert self._prompt is not None
+        tokens = torch.tensor([trajectory.token_ids[trajectory.prompt_length :]])
+        cache = TeacherForcedCache(self._prompt, codecs, observer)
+        return forward(self._loaded.model, tokens, cache)[0]
