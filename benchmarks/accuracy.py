@@ -97,7 +97,7 @@ def make_trajectories(loaded: LoadedModel, path: Path, steps: int, longest: int)
             trajectories.append(generate_trajectory(loaded, text.stem, ids, steps))
             print(f"{text.stem}: {len(ids)} prompt tokens", file=sys.stderr)
         save_trajectories(trajectories, path, loaded)
-    return load_trajectories(path)
+    return load_trajectories(path, loaded)
 
 
 def query_table(loaded: LoadedModel, calibration: Any, trajectories: list[Any], draws: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Print the markdown tables of docs/accuracy.md from a file of benchmarks/accuracy.py.
 
-    python benchmarks/accuracy_tables.py benchmarks/results/accuracy-smollm2-135m.json
+python benchmarks/accuracy_tables.py benchmarks/results/accuracy-smollm2-135m.json
 """
 
 import json

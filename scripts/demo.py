@@ -73,7 +73,7 @@ def answer(loaded: LoadedModel, ids: list[int], cache: FP4Cache) -> str:
 def reference_trajectory(loaded: LoadedModel, ids: list[int], path: Path) -> Trajectory:
     """The BF16 continuation of the prompt, from an earlier run if it began with the same tokens."""
     if path.exists():
-        (kept,) = load_trajectories(path)
+        (kept,) = load_trajectories(path, loaded)
         if kept.token_ids[: kept.prompt_length] == tuple(ids):
             return kept
     trajectory = generate_trajectory(loaded, "demo", ids, STEPS)

@@ -266,6 +266,6 @@ def _check_calibration(recipe: Recipe, num_kv_heads: int, head_dim: int, calibra
 def _check_shape(what: str, tensor: torch.Tensor | None, expected: tuple[int, ...]) -> None:
     if tensor is not None and tuple(tensor.shape) != expected:
         raise CalibrationError(
-            f"calibration: its {what} has shape {tuple(tensor.shape)}, the layer's KV heads need {expected}; "
-            f"calibrate this model"
+            f"calibration: its {what} has shape {tuple(tensor.shape)}, the layer's KV heads and head_dim ask for "
+            f"{expected}; calibrate this model"
         )

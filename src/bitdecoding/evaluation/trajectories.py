@@ -6,6 +6,7 @@ other implementation can be run on the same tokens.
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +19,8 @@ from bitdecoding.errors import InvalidInputError
 from bitdecoding.integrations.transformers.attention import attention_of, reference_implementation
 from bitdecoding.integrations.transformers.forward import forward
 from bitdecoding.models import LoadedModel, model_shape
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["Trajectory", "generate_trajectory", "load_trajectories", "save_trajectories"]
 
@@ -89,12 +92,13 @@ def save_trajectories(trajectories: Sequence[Trajectory], path: str | os.PathLik
     Path(path).write_text(json.dumps(content) + "\n")
 
 
-def load_trajectories(path: str | os.PathLike[str], vocab_size: int | None = None) -> list[Trajectory]:
+def load_trajectories(path: str | os.PathLike[str], loaded: LoadedModel | None = None) -> list[Trajectory]:
     """Read trajectories.
 
     Args:
         path: a file of `save_trajectories`, or one that holds the bare list.
-        vocab_size: if given, token ids must be below it.
+        loaded: the model that shall follow them; its vocabulary must hold every token, and if the file names other
+            weights, that is logged as a warning, since they are then no greedy trajectories of this model.
 
     Raises:
         InvalidInputError: missing or malformed file, duplicate names, no continuation, token out of the vocabulary.
@@ -109,6 +113,12 @@ def load_trajectories(path: str | os.PathLike[str], vocab_size: int | None = Non
     rows = content.get("trajectories") if isinstance(content, dict) else content
     if not isinstance(rows, list) or not rows:
         raise InvalidInputError(f"trajectories: {path} holds none")
+    vocab_size = None
+    if loaded is not None:
+        vocab_size = loaded.model.config.get_text_config(decoder=True).vocab_size
+        made_by = content.get("revision") if isinstance(content, dict) else None
+        if made_by not in (None, loaded.revision):
+            _log.warning("trajectories: %s were made by other weights than %s's", path, loaded.model_id)
     trajectories = [_parse(path, index, row, vocab_size) for index, row in enumerate(rows)]
     names = [t.name for t in trajectories]
     if len(set(names)) < len(names):
