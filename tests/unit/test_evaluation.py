@@ -20,6 +20,7 @@ from bitdecoding.evaluation import (
     run_kl,
     save_trajectories,
     top_kl,
+    truncated_kl,
 )
 from bitdecoding.evaluation.logit_error import logit_error
 from bitdecoding.evaluation.runner import hadamard_draws
@@ -160,6 +161,18 @@ def test_top_kl_is_the_formula(top):
         p, q = ([math.exp(logits[step, token]) for token in ids] for logits in (reference, other))
         expected = sum(a / sum(p) * math.log((a / sum(p)) / (b / sum(q))) for a, b in zip(p, q, strict=True))
         assert kl.item() == pytest.approx(expected, rel=1e-10, abs=1e-14)
+
+
+@pytest.mark.parametrize("top", [1, 5, 128, 500])
+def test_truncated_kl_is_the_formula(top):
+    """Probabilities of the whole vocabulary, summed over the reference's top tokens; all tokens give the plain KL."""
+    reference, other = torch.randn(2, 7, 200, generator=torch.Generator().manual_seed(0)).double() * 4
+    p, q = reference.softmax(-1), other.softmax(-1)
+    terms = p * (p / q).log()
+    for step, kl in enumerate(truncated_kl(reference, other, top)):
+        ids = p[step].argsort(descending=True)[:top]
+        assert kl.item() == pytest.approx(terms[step, ids].sum().item(), rel=1e-9)
+    assert torch.allclose(truncated_kl(reference, other, 200), top_kl(reference, other, 200))
 
 
 def test_top_kl_of_identical_logits_is_zero_and_shifts_do_not_count():

@@ -1,6 +1,6 @@
 """Teacher-forced KL against the 16-bit cache: trajectories, runs and statistics."""
 
-from bitdecoding.evaluation.kl import KLSteps, TeacherForcing, top_kl
+from bitdecoding.evaluation.kl import KLSteps, TeacherForcing, top_kl, truncated_kl
 from bitdecoding.evaluation.runner import KLReport, RecipeSummary, run_kl
 from bitdecoding.evaluation.statistics import PairedComparison, paired_comparison
 from bitdecoding.evaluation.trajectories import (
@@ -23,4 +23,5 @@ __all__ = [
     "run_kl",
     "save_trajectories",
     "top_kl",
+    "truncated_kl",
 ]

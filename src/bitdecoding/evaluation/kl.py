@@ -18,22 +18,35 @@ from bitdecoding.integrations.transformers.probing import PageObserver, Recordin
 from bitdecoding.models import LoadedModel, model_shape
 from bitdecoding.recipe import Recipe, get_recipe
 
-__all__ = ["TOP_TOKENS", "KLSteps", "TeacherForcing", "top_kl"]
+__all__ = ["TOP_TOKENS", "KLSteps", "TeacherForcing", "top_kl", "truncated_kl"]
 
 TOP_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class KLSteps:
-    """One trajectory under one recipe, a value a step: ``kl`` in nats, ``mismatch`` where the top token differs."""
+    """One trajectory under one recipe, a value a step.
+
+    Attributes:
+        kl: `top_kl`, nats.
+        truncated_kl: `truncated_kl`, nats; the other common reading of "KL over the top tokens", for comparisons with
+            results that use it.
+        mismatch: whether the most likely token differs.
+    """
 
     kl: tuple[float, ...]
+    truncated_kl: tuple[float, ...]
     mismatch: tuple[bool, ...]
 
     @property
     def mean_kl(self) -> float:
         """Mean KL over the steps, nats."""
         return sum(self.kl) / len(self.kl)
+
+    @property
+    def mean_truncated_kl(self) -> float:
+        """Mean truncated KL over the steps, nats."""
+        return sum(self.truncated_kl) / len(self.truncated_kl)
 
     @property
     def mismatch_rate(self) -> float:
@@ -55,6 +68,17 @@ def top_kl(reference: torch.Tensor, other: torch.Tensor, top: int = TOP_TOKENS) 
     values, ids = reference.double().topk(top, -1)
     log_p = values.log_softmax(-1)
     log_q = other.double().gather(-1, ids).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def truncated_kl(reference: torch.Tensor, other: torch.Tensor, top: int = TOP_TOKENS) -> torch.Tensor:
+    """Sum of p·log(p/q) over the reference's ``top`` most likely tokens, p and q normalised over the whole vocabulary.
+
+    The part of KL(reference || other) that these tokens contribute: no divergence of its own, a step may be negative.
+    Arguments and result as `top_kl`.
+    """
+    log_p, ids = reference.double().log_softmax(-1).topk(min(top, reference.shape[-1]), -1)
+    log_q = other.double().log_softmax(-1).gather(-1, ids)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
@@ -100,9 +124,9 @@ class TeacherForcing:
         """
         logits = self.observe(trajectory, recipe)
         assert self._reference is not None
-        kl = top_kl(self._reference, logits)
+        kl, truncated = top_kl(self._reference, logits), truncated_kl(self._reference, logits)
         mismatch = self._reference.argmax(-1) != logits.argmax(-1)
-        return KLSteps(tuple(kl.tolist()), tuple(mismatch.tolist()))
+        return KLSteps(tuple(kl.tolist()), tuple(truncated.tolist()), tuple(mismatch.tolist()))
 
     def observe(self, trajectory: Trajectory, recipe: Recipe, observer: PageObserver | None = None) -> torch.Tensor:
         """Logits [steps, vocabulary] of the steps under a recipe; ``observer`` sees every layer's pages and queries.

@@ -19,7 +19,7 @@ from bitdecoding.recipe import Recipe, Rotation
 
 __all__ = ["KLReport", "RecipeSummary", "hadamard_draws", "run_kl"]
 
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,14 @@ class RecipeSummary:
         name: the recipe's.
         draws: Hadamard draws averaged.
         kl: mean KL of each trajectory, nats.
+        truncated_kl: mean truncated KL of each trajectory, nats (see `KLSteps`).
         mismatch: top-1 mismatch rate of each trajectory.
     """
 
     name: str
     draws: int
     kl: tuple[float, ...]
+    truncated_kl: tuple[float, ...]
     mismatch: tuple[float, ...]
 
     @property
@@ -76,8 +78,10 @@ class KLReport:
                     "name": s.name,
                     "draws": s.draws,
                     "mean_kl": s.mean_kl,
+                    "mean_truncated_kl": fmean(s.truncated_kl),
                     "mean_top1_mismatch": s.mean_mismatch,
                     "kl_per_trajectory": list(s.kl),
+                    "truncated_kl_per_trajectory": list(s.truncated_kl),
                     "top1_mismatch_per_trajectory": list(s.mismatch),
                 }
                 for s in self.summaries
@@ -153,6 +157,7 @@ def run_kl(
                 name,
                 len(group),
                 tuple(fmean(s.mean_kl for s in cells[t.name, name]) for t in trajectories),
+                tuple(fmean(s.mean_truncated_kl for s in cells[t.name, name]) for t in trajectories),
                 tuple(fmean(s.mismatch_rate for s in cells[t.name, name]) for t in trajectories),
             )
             for name, group in variants.items()
@@ -191,7 +196,9 @@ class _CellStore:
 
     def get(self, key: str) -> KLSteps | None:
         cell = self._content["cells"].get(key)
-        return None if cell is None else KLSteps(tuple(cell["kl"]), tuple(cell["mismatch"]))
+        return (
+            None if cell is None else KLSteps(tuple(cell["kl"]), tuple(cell["truncated_kl"]), tuple(cell["mismatch"]))
+        )
 
     def put(self, key: str, trajectory: Trajectory, recipe: Recipe, steps: KLSteps) -> None:
         self._content["cells"][key] = {
@@ -199,6 +206,7 @@ class _CellStore:
             "recipe": recipe.name,
             "rotation_seed": recipe.rotation_seed,
             "kl": list(steps.kl),
+            "truncated_kl": list(steps.truncated_kl),
             "mismatch": list(steps.mismatch),
         }
         self._write()
