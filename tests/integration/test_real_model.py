@@ -30,6 +30,13 @@ RECIPES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def plain_attention_afterwards(smollm2: LoadedModel):
+    """Other tests use the same model without an FP4 cache."""
+    yield
+    smollm2.model.set_attn_implementation("sdpa")
+
+
 @pytest.fixture(scope="module")
 def calibration(smollm2: LoadedModel) -> Calibration:
     return calibrate(smollm2, window=1024, new_tokens=64)

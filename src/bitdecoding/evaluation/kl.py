@@ -12,7 +12,7 @@ from bitdecoding.cache.codec import LayerCodec
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.errors import InvalidInputError
 from bitdecoding.evaluation.trajectories import Trajectory
-from bitdecoding.integrations.transformers.attention import use_attention
+from bitdecoding.integrations.transformers.attention import ATTENTION_NAME, attention_of
 from bitdecoding.integrations.transformers.forward import forward
 from bitdecoding.integrations.transformers.probing import PageObserver, RecordingCache, TeacherForcedCache
 from bitdecoding.models import LoadedModel, model_shape
@@ -86,12 +86,11 @@ class TeacherForcing:
     """Runs recipes over trajectories of one model; prefills and reference logits are made once a trajectory.
 
     Args:
-        loaded: the model, switched to this library's attention function.
+        loaded: the model; each run switches it to this library's attention function and back.
         calibration: statistics for recipes that need them, or None.
     """
 
     def __init__(self, loaded: LoadedModel, calibration: Calibration | None = None) -> None:
-        use_attention(loaded.model)
         self._loaded = loaded
         self._shape = model_shape(loaded.model.config)
         self._calibration = calibration
@@ -150,7 +149,8 @@ class TeacherForcing:
         cache = RecordingCache(
             self._shape.num_layers, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
         )
-        forward(self._loaded.model, prompt, cache, last_only=True)
+        with attention_of(self._loaded.model, ATTENTION_NAME):
+            forward(self._loaded.model, prompt, cache, last_only=True)
         self._trajectory, self._prompt = trajectory, cache
         self._reference = self._decode(trajectory, self.codecs(get_recipe("bf16")))
 
@@ -162,4 +162,5 @@ class TeacherForcing:
         assert self._prompt is not None
         tokens = torch.tensor([trajectory.token_ids[trajectory.prompt_length :]])
         cache = TeacherForcedCache(self._prompt, codecs, observer)
-        return forward(self._loaded.model, tokens, cache)[0]
+        with attention_of(self._loaded.model, ATTENTION_NAME):
+            return forward(self._loaded.model, tokens, cache)[0]

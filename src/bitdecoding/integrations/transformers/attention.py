@@ -88,7 +88,8 @@ def _attention(
     if layer is None:
         raise UnsupportedError(
             "past_key_values: attn_implementation='bitdecoding' needs a cache of this library; "
-            "pass past_key_values=FP4Cache.for_model(model, recipe)"
+            "pass past_key_values=FP4Cache.for_model(model, recipe), or go back to a 16-bit cache with "
+            "model.set_attn_implementation('sdpa')"
         )
     if dropout:
         raise UnsupportedError(f"dropout: attention dropout {dropout} is for training; call model.eval() first")
