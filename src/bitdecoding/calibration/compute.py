@@ -17,12 +17,10 @@ from bitdecoding.calibration.data import Calibration
 from bitdecoding.calibration.prompts import CALIBRATION_PROMPTS
 from bitdecoding.errors import InvalidInputError
 from bitdecoding.integrations.transformers.attention import (
-    ATTENTION_NAME,
     attention_of,
     reference_implementation,
 )
-from bitdecoding.integrations.transformers.forward import forward
-from bitdecoding.integrations.transformers.probing import DecodeView, RecordingCache, TeacherForcedCache
+from bitdecoding.integrations.transformers.probing import DecodeView, RecordingCache, TeacherForcedCache, probe
 from bitdecoding.models import LoadedModel, ModelShape, model_shape
 from bitdecoding.numerics.blocks import BlockFormat, dequantize_blocks
 from bitdecoding.numerics.elements import decode_e4m3
@@ -74,11 +72,10 @@ def calibrate(
     with attention_of(loaded.model, reference_implementation(loaded.model)):
         tokens = calibration_tokens(loaded, prompts, new_tokens)
     tiled = tokens.repeat(-(-window // len(tokens)))[:window].to(loaded.model.device)
-    with attention_of(loaded.model, ATTENTION_NAME):
-        progress("prefill")
-        moments, prompt = _prefill(loaded, shape, tiled[: window - TAU_QUERIES])
-        progress("probability threshold")
-        tau = _calibrate_tau(loaded, shape, prompt, moments, tiled[window - TAU_QUERIES :])
+    progress("prefill")
+    moments, prompt = _prefill(loaded, shape, tiled[: window - TAU_QUERIES])
+    progress("probability threshold")
+    tau = _calibrate_tau(loaded, shape, prompt, moments, tiled[window - TAU_QUERIES :])
     second = moments.second_moment()
     rotated = hadamard_transform(hadamard_transform(second).transpose(-1, -2))
     return Calibration(
@@ -154,7 +151,7 @@ def _prefill(loaded: LoadedModel, shape: ModelShape, tokens: torch.Tensor) -> tu
     moments = _Moments()
     dtype = loaded.model.dtype if loaded.model.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
     cache = RecordingCache(shape.num_layers, dtype, moments.observe)
-    forward(loaded.model, tokens[None], cache, last_only=True)
+    probe(loaded.model, tokens[None], cache, last_only=True)
     return moments, cache
 
 
@@ -227,7 +224,7 @@ def _calibrate_tau(
     ]
     errors = _TauErrors()
     cache = TeacherForcedCache(prompt, codecs, errors.observe)
-    forward(loaded.model, tokens[None], cache, last_only=True)
+    probe(loaded.model, tokens[None], cache, last_only=True)
     return errors.best()
 
 

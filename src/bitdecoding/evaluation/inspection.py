@@ -10,8 +10,7 @@ from bitdecoding.cache.codec import LayerCodec
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.errors import InvalidInputError
 from bitdecoding.evaluation.kl import TeacherForcing
-from bitdecoding.integrations.transformers.forward import forward
-from bitdecoding.integrations.transformers.probing import DecodeView, RecordingCache, TeacherForcedCache
+from bitdecoding.integrations.transformers.probing import DecodeView, RecordingCache, TeacherForcedCache, probe
 from bitdecoding.models import LoadedModel, model_shape
 from bitdecoding.numerics.blocks import BlockFormat
 from bitdecoding.numerics.probability import ProbabilityRule, quantize_probabilities
@@ -104,8 +103,8 @@ def inspect_model(
     outliers, underflows = _KeyOutliers(codecs), _Underflows()
     tokens = torch.tensor([list(token_ids)])
     prompt = RecordingCache(shape.num_layers, codecs[0].dtype, outliers.observe)
-    forward(loaded.model, tokens[:, :-QUERIES], prompt, last_only=True)
-    forward(loaded.model, tokens[:, -QUERIES:], TeacherForcedCache(prompt, codecs, underflows.observe), last_only=True)
+    probe(loaded.model, tokens[:, :-QUERIES], prompt, last_only=True)
+    probe(loaded.model, tokens[:, -QUERIES:], TeacherForcedCache(prompt, codecs, underflows.observe), last_only=True)
     return tuple(
         LayerInspection(layer, *outliers.layers[layer], *underflows.layers[layer]) for layer in range(shape.num_layers)
     )

@@ -12,9 +12,7 @@ from bitdecoding.cache.codec import LayerCodec
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.errors import InvalidInputError
 from bitdecoding.evaluation.trajectories import Trajectory
-from bitdecoding.integrations.transformers.attention import ATTENTION_NAME, attention_of
-from bitdecoding.integrations.transformers.forward import forward
-from bitdecoding.integrations.transformers.probing import PageObserver, RecordingCache, TeacherForcedCache
+from bitdecoding.integrations.transformers.probing import PageObserver, RecordingCache, TeacherForcedCache, probe
 from bitdecoding.models import LoadedModel, model_shape
 from bitdecoding.recipe import Recipe, get_recipe
 
@@ -149,8 +147,7 @@ class TeacherForcing:
         cache = RecordingCache(
             self._shape.num_layers, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
         )
-        with attention_of(self._loaded.model, ATTENTION_NAME):
-            forward(self._loaded.model, prompt, cache, last_only=True)
+        probe(self._loaded.model, prompt, cache, last_only=True)
         self._trajectory, self._prompt = trajectory, cache
         self._reference = self._decode(trajectory, self.codecs(get_recipe("bf16")))
 
@@ -162,5 +159,4 @@ class TeacherForcing:
         assert self._prompt is not None
         tokens = torch.tensor([trajectory.token_ids[trajectory.prompt_length :]])
         cache = TeacherForcedCache(self._prompt, codecs, observer)
-        with attention_of(self._loaded.model, ATTENTION_NAME):
-            return forward(self._loaded.model, tokens, cache)[0]
+        return probe(self._loaded.model, tokens, cache)[0]

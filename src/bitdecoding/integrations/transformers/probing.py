@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bitdecoding.cache.codec import LayerCodec
-from bitdecoding.integrations.transformers.attention import bind
+from bitdecoding.integrations.transformers.attention import ATTENTION_NAME, attention_of, bind
+from bitdecoding.integrations.transformers.forward import forward
 from bitdecoding.recipe import PAGE_SIZE
 from bitdecoding.reference.causal import causal_attention
 from bitdecoding.reference.vectorized import (
@@ -22,7 +24,7 @@ from bitdecoding.reference.vectorized import (
     quantized_tokens,
 )
 
-__all__ = ["DecodeView", "PageObserver", "RecordingCache", "TeacherForcedCache"]
+__all__ = ["DecodeView", "PageObserver", "RecordingCache", "TeacherForcedCache", "probe"]
 
 Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called with layer index, queries, keys and values of a prefill (shapes as in `AttendingLayer.attend`)."""
@@ -231,3 +233,9 @@ class TeacherForcedCache(Cache):
         super().__init__(
             layers=[_TeacherForcedLayer(i, codec, prompt.recorded(i), observer) for i, codec in enumerate(codecs)]
         )
+
+
+def probe(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, *, last_only: bool = False) -> torch.Tensor:
+    """`forward` with a cache of this module; the model's attention is switched meanwhile and put back."""
+    with attention_of(model, ATTENTION_NAME):
+        return forward(model, input_ids, cache, last_only=last_only)
