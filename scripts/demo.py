@@ -25,6 +25,7 @@ from bitdecoding.evaluation import (
     run_kl,
     save_trajectories,
 )
+from bitdecoding.evaluation.runner import RESULT_VERSION
 from bitdecoding.integrations.transformers import FP4Cache
 from bitdecoding.integrations.transformers.forward import cache_argument
 from bitdecoding.models import SMOLLM2, LoadedModel, cache_folder, load_model, model_shape
@@ -117,7 +118,11 @@ def main() -> None:
     trajectory = reference_trajectory(loaded, ids, kept.with_suffix(".trajectories.json"))
     say("closeness of each recipe")
     report = run_kl(
-        loaded, [trajectory], recipes, calibration=calibration, results_path=kept.with_suffix(".results.json")
+        loaded,
+        [trajectory],
+        recipes,
+        calibration=calibration,
+        results_path=kept.with_suffix(f".results-v{RESULT_VERSION}.json"),
     )
     say("done")
     console.print(f"\nModel:    {loaded.model_id}, {len(ids)} prompt tokens, {STEPS} teacher-forced steps")

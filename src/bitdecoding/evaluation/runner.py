@@ -17,9 +17,10 @@ from bitdecoding.evaluation.trajectories import Trajectory
 from bitdecoding.models import LoadedModel
 from bitdecoding.recipe import Recipe, Rotation
 
-__all__ = ["KLReport", "RecipeSummary", "hadamard_draws", "run_kl"]
+__all__ = ["RESULT_VERSION", "KLReport", "RecipeSummary", "hadamard_draws", "run_kl"]
 
 RESULT_VERSION = 2
+"""Of the results file; a file of another version is refused, never mixed."""
 
 
 @dataclass(frozen=True)
