@@ -1,6 +1,7 @@
 """Fixtures and rules for the whole suite."""
 
 import os
+from collections.abc import Iterator
 
 # No test reaches a model hub. Read by huggingface_hub on import, hence before any other import.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +16,15 @@ from bitdecoding.models import SMOLLM2, LoadedModel, load_model
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules of tiny tensors, where torch's threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

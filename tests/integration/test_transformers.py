@@ -29,6 +29,8 @@ from bitdecoding.integrations.transformers import FP4Cache
 from bitdecoding.integrations.transformers.probing import RecordingCache, TeacherForcedCache
 from bitdecoding.recipe import PAGE_SIZE, get_recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYERS, KV_HEADS, HEAD_DIM, VOCABULARY = 2, 2, 32, 97
 COMMON = {
     "vocab_size": VOCABULARY,
@@ -58,15 +60,6 @@ CONFIGS = {
 PROMPT = 250  # six tokens before a page boundary
 # Earlier releases of Transformers call it past_key_values.
 CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Models are tiny: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:

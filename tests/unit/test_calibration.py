@@ -21,17 +21,10 @@ from bitdecoding.models import LoadedModel, load_model
 from bitdecoding.numerics.ldlq import ldlq_factors
 from bitdecoding.numerics.rotation import hadamard_matrix
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WINDOW, NEW_TOKENS = 400, 20
 PROMPTS = CALIBRATION_PROMPTS[:2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

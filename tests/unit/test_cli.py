@@ -24,16 +24,9 @@ from bitdecoding.evaluation import TeacherForcing, load_trajectories
 from bitdecoding.models import load_model
 from bitdecoding.recipe import KeyRounding, QuerySmoothing, get_recipe, preset_names
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = text(300)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

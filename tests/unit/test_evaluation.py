@@ -29,16 +29,9 @@ from bitdecoding.integrations.transformers.forward import forward
 from bitdecoding.models import LoadedModel, load_model
 from bitdecoding.recipe import QueryFormat, get_recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT, STEPS = 250, 12  # the steps cross a page boundary
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -20,17 +20,10 @@ from bitdecoding.numerics.elements import decode_e4m3, encode_e4m3
 from bitdecoding.numerics.rotation import hadamard_matrix
 from bitdecoding.recipe import PAGE_SIZE, SINK_TOKENS, get_recipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = 500
 RECIPE = get_recipe("bitdecoding-nvfp4")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The model is tiny: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

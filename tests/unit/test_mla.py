@@ -1,6 +1,5 @@
 """Algorithm 2: multi-head latent attention over an FP4 latent cache."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,18 +21,11 @@ from bitdecoding.reference import (
     mla_decode_step,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LATENT, ROPE, NOPE, VALUE, HEADS = 512, 64, 32, 32, 4
 SCALE = (NOPE + ROPE) ** -0.5
 RECIPES = [f"bitdecoding-{fmt}{arithmetic}" for fmt in ("nvfp4", "mxfp4") for arithmetic in ("", "-w16")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

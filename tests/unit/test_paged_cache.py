@@ -24,17 +24,10 @@ from bitdecoding.integrations.transformers.probing import DecodeView
 from bitdecoding.recipe import PAGE_SIZE, get_recipe, preset_names
 from bitdecoding.reference.vectorized import LogitRule
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HEADS, GROUP, DIM = 2, 2, 32
 LOGITS = LogitRule(DIM**-0.5)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tensors are small: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def calibration(layers: int = 1, heads: int = HEADS, dim: int = DIM) -> Calibration:
@@ -448,9 +441,26 @@ def test_calibrations_and_head_dims_are_checked():
         PagedFP4Cache(get_recipe("native-nvfp4-plain"), 1, HEADS, 24)
 
 
+@pytest.mark.parametrize(("which", "what"), [(1, "keys"), (2, "values")])
+def test_flushed_blocks_are_said_once(monkeypatch, which, what):
+    """A zero block is no loss; a non-zero one whose scale rounds to 0 is."""
+    monkeypatch.setattr(TorchBackend, "_reported", set())
+    data = list(tokens(2 * PAGE_SIZE))
+    data[which][:, :, 16:32, 16:32] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_layer("native-nvfp4-plain").append(*data[1:])
+    data[which][0, 0, 16:32, 16:32] = 2.0**-9
+    with pytest.warns(UserWarning, match=f"layer 0: 16 of .* blocks of {what} are below NVFP4's range"):
+        make_layer("native-nvfp4-plain").append(*data[1:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_layer("native-nvfp4-plain").append(*data[1:])
+
+
 @pytest.mark.parametrize("which", [1, 2])
 def test_saturation_is_said_once(monkeypatch, which):
-    monkeypatch.setattr(TorchBackend, "_saturation_reported", False)
+    monkeypatch.setattr(TorchBackend, "_reported", set())
     data = list(tokens(2 * PAGE_SIZE))
     data[which][0, 0, 5, 7] = 2600 if which == 2 else 460  # near the largest scale, but within range
     with warnings.catch_warnings():

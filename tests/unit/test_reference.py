@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,17 +37,10 @@ from bitdecoding.reference import (
     quantized_tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (1, 15, 16, 17, 127, 128, 129, 255, 256, 257, 300, 384, 385)
 KV_HEADS = 2
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors here are small: more threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def all_recipes() -> list[str]:

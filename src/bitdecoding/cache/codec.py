@@ -12,7 +12,7 @@ from bitdecoding.cache.formats import (
     PageFormat,
     RotatedFormat,
 )
-from bitdecoding.calibration.data import LayerCalibration
+from bitdecoding.calibration.data import Calibration, LayerCalibration
 from bitdecoding.errors import CalibrationError
 from bitdecoding.numerics.blocks import quantize_dequantize
 from bitdecoding.numerics.elements import decode_e4m3, encode_e4m3, floor_log2
@@ -29,7 +29,12 @@ from bitdecoding.recipe import (
     ValueBlocks,
 )
 
-__all__ = ["LayerCodec", "round_to_fp16_row"]
+__all__ = ["LayerCodec", "kept_dtype", "layer_codecs", "round_to_fp16_row"]
+
+
+def kept_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """16-bit dtype in which a model's unquantized tokens are kept: its own, or BF16 for a wider one."""
+    return model_dtype if model_dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
 def round_to_fp16_row(x: torch.Tensor) -> torch.Tensor:
@@ -225,6 +230,34 @@ class LayerCodec:
     def page_mean_query(self, q: torch.Tensor) -> torch.Tensor:
         """BF16(R·q) as fp32, the query that multiplies page means."""
         return self.rotate(q).bfloat16().float()
+
+
+def layer_codecs(
+    recipe: Recipe,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    calibration: Calibration | None,
+    *,
+    device: torch.device | str,
+    model_dtype: torch.dtype,
+) -> list[LayerCodec]:
+    """One codec for each layer of a model; raises as `LayerCodec`, and for a calibration of another layer count."""
+    if calibration is not None and calibration.num_layers != num_layers:
+        raise CalibrationError(
+            f"calibration: made for {calibration.num_layers} layers, the model has {num_layers}; calibrate it"
+        )
+    return [
+        LayerCodec(
+            recipe,
+            num_kv_heads,
+            head_dim,
+            None if calibration is None else calibration.layer(layer),
+            device=device,
+            dtype=kept_dtype(model_dtype),
+        )
+        for layer in range(num_layers)
+    ]
 
 
 def _plain_format(kv_format: KVFormat, dtype: torch.dtype) -> PageFormat:

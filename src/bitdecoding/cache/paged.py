@@ -16,16 +16,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from bitdecoding.cache.codec import LayerCodec
+from bitdecoding.cache.codec import LayerCodec, kept_dtype
 from bitdecoding.cache.formats import EncodedPages
 from bitdecoding.calibration.data import Calibration, LayerCalibration
 from bitdecoding.errors import CalibrationError, InvalidInputError
+from bitdecoding.numerics.blocks import BlockFormat
 from bitdecoding.numerics.validation import check_finite
-from bitdecoding.recipe import PAGE_SIZE, Arithmetic, KeyRounding, KVFormat, Recipe
+from bitdecoding.recipe import PAGE_SIZE, Arithmetic, KeyRounding, KVFormat, Recipe, ValueBlocks
 from bitdecoding.reference.causal import causal_attention
 from bitdecoding.reference.vectorized import (
     LogitRule,
@@ -466,7 +467,7 @@ class TorchBackend:
         UnsupportedError, CalibrationError: as `LayerCodec`.
     """
 
-    _saturation_reported = False
+    _reported: ClassVar[set[str]] = set()
 
     def __init__(
         self,
@@ -488,25 +489,36 @@ class TorchBackend:
             self._prefill_codec = LayerCodec(reading, num_kv_heads, head_dim, calibration, device=device, dtype=dtype)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor) -> EncodedKeysValues:
-        """As `PageBackend.encode`. Warns once a process where NVFP4 saturates (beyond 2688)."""
+        """As `PageBackend.encode`. Warns once a process where NVFP4 saturates (beyond 2688), and once where it
+        flushes non-zero blocks to 0."""
         pages = EncodedKeysValues(self._codec.encode_keys(keys, first), self._codec.encode_values(values))
-        if self._codec.recipe.kv_format is KVFormat.NVFP4 and not TorchBackend._saturation_reported:
-            self._report_saturation("keys", pages.keys, lambda: self._codec.rotate(self._codec.smooth(keys)))
-            self._report_saturation("values", pages.values, lambda: values)
+        recipe = self._codec.recipe
+        if recipe.kv_format is KVFormat.NVFP4:
+            value_dim = -2 if recipe.value_blocks is ValueBlocks.TOKENS else -1
+            self._report_range("keys", pages.keys, lambda: self._codec.rotate(self._codec.smooth(keys)), -1)
+            self._report_range("values", pages.values, lambda: values.float(), value_dim)
         return pages
 
-    def _report_saturation(self, what: str, pages: EncodedPages, stored: Callable[[], torch.Tensor]) -> None:
-        # The largest scale is rare, so that ``stored`` is seldom computed.
-        if not bool((pages["scales"] == _E4M3_MAX_BYTE).any()):
-            return
-        largest = float(stored().abs().amax())
-        if largest > _NVFP4_MAX:
-            TorchBackend._saturation_reported = True
-            warnings.warn(
-                f"{self._name}: {what} reach {largest:.0f}, NVFP4 saturates at {_NVFP4_MAX:.0f}; an MXFP4 recipe has "
-                f"the range (this is said once)",
-                stacklevel=2,
-            )
+    def _report_range(self, what: str, pages: EncodedPages, stored: Callable[[], torch.Tensor], dim: int) -> None:
+        """Warn once of blocks above NVFP4's range and once of non-zero blocks below it."""
+        scales = pages["scales"]
+        # Scales at either end are rare, so that ``stored`` is seldom computed.
+        if "saturates" not in TorchBackend._reported and bool((scales == _E4M3_MAX_BYTE).any()):
+            largest = float(stored().abs().amax())
+            if largest > _NVFP4_MAX:
+                self._warn("saturates", f"{what} reach {largest:.0f}, NVFP4 saturates at {_NVFP4_MAX:.0f}")
+        if "flushes" not in TorchBackend._reported and bool((scales == 0).any()):
+            # The blocked dim becomes (blocks, block_size); the second of the two is reduced.
+            split = stored().abs().movedim(dim, -1).unflatten(-1, (-1, BlockFormat.NVFP4.block_size))
+            flushed = int(((scales == 0) & (split.amax(-1).movedim(-1, dim) > 0)).sum())
+            if flushed:
+                self._warn(
+                    "flushes", f"{flushed} of {scales.numel()} blocks of {what} are below NVFP4's range and stored as 0"
+                )
+
+    def _warn(self, event: str, message: str) -> None:
+        TorchBackend._reported.add(event)
+        warnings.warn(f"{self._name}: {message}; MXFP4 recipes have the range (this is said once)", stacklevel=2)
 
     def attend(self, q: torch.Tensor, store: PageStore, logits: LogitRule) -> torch.Tensor:
         """As `PageBackend.attend`. More than `MAX_DECODE_TOKENS` queries read FP4 pages with 16-bit arithmetic."""
@@ -732,7 +744,7 @@ class PagedFP4Cache:
             windows = [None] * num_layers
         if len(windows) != num_layers:
             raise InvalidInputError(f"windows: expected {num_layers}, one a layer, got {len(windows)}")
-        stored = dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+        stored = kept_dtype(dtype)
         self.recipe = recipe
         self.layers: list[PagedLayer] = []
         for i, window in enumerate(windows):

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from bitdecoding import __version__
-from bitdecoding.cache.codec import LayerCodec
+from bitdecoding.cache.codec import kept_dtype, layer_codecs
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.calibration.prompts import CALIBRATION_PROMPTS
 from bitdecoding.errors import InvalidInputError
@@ -149,8 +149,7 @@ class _Moments:
 @torch.inference_mode()
 def _prefill(loaded: LoadedModel, shape: ModelShape, tokens: torch.Tensor) -> tuple[_Moments, RecordingCache]:
     moments = _Moments()
-    dtype = loaded.model.dtype if loaded.model.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-    cache = RecordingCache(shape.num_layers, dtype, moments.observe)
+    cache = RecordingCache(shape.num_layers, kept_dtype(loaded.model.dtype), moments.observe)
     probe(loaded.model, tokens[None], cache, last_only=True)
     return moments, cache
 
@@ -209,19 +208,15 @@ def _calibrate_tau(
     recipe: Recipe = get_recipe("bitdecoding-nvfp4")
     if shape.head_dim % BlockFormat.NVFP4.block_size:
         recipe = get_recipe("bf16")
-    provisional = Calibration(moments.key_mean())
-    dtype = prompt.recorded(0)[0].dtype
-    codecs = [
-        LayerCodec(
-            recipe,
-            shape.num_kv_heads,
-            shape.head_dim,
-            provisional.layer(i),
-            device=loaded.model.device,
-            dtype=dtype,
-        )
-        for i in range(shape.num_layers)
-    ]
+    codecs = layer_codecs(
+        recipe,
+        shape.num_layers,
+        shape.num_kv_heads,
+        shape.head_dim,
+        Calibration(moments.key_mean()),
+        device=loaded.model.device,
+        model_dtype=loaded.model.dtype,
+    )
     errors = _TauErrors()
     cache = TeacherForcedCache(prompt, codecs, errors.observe)
     probe(loaded.model, tokens[None], cache, last_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bitdecoding.cache.codec import LayerCodec
+from bitdecoding.cache.codec import LayerCodec, kept_dtype, layer_codecs
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.errors import InvalidInputError
 from bitdecoding.evaluation.trajectories import Trajectory
@@ -98,19 +98,15 @@ class TeacherForcing:
 
     def codecs(self, recipe: Recipe) -> list[LayerCodec]:
         """One codec a layer for a recipe."""
-        model = self._loaded.model
-        dtype = model.dtype if model.dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-        return [
-            LayerCodec(
-                recipe,
-                self._shape.num_kv_heads,
-                self._shape.head_dim,
-                None if self._calibration is None else self._calibration.layer(layer),
-                device=model.device,
-                dtype=dtype,
-            )
-            for layer in range(self._shape.num_layers)
-        ]
+        return layer_codecs(
+            recipe,
+            self._shape.num_layers,
+            self._shape.num_kv_heads,
+            self._shape.head_dim,
+            self._calibration,
+            device=self._loaded.model.device,
+            model_dtype=self._loaded.model.dtype,
+        )
 
     def run(self, trajectory: Trajectory, recipe: Recipe) -> KLSteps:
         """Teacher-force one trajectory under one recipe.
@@ -143,10 +139,7 @@ class TeacherForcing:
                 f"{self._shape.max_context}"
             )
         prompt = torch.tensor([trajectory.token_ids[: trajectory.prompt_length]])
-        dtype = self._loaded.model.dtype
-        cache = RecordingCache(
-            self._shape.num_layers, dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
-        )
+        cache = RecordingCache(self._shape.num_layers, kept_dtype(self._loaded.model.dtype))
         probe(self._loaded.model, prompt, cache, last_only=True)
         self._trajectory, self._prompt = trajectory, cache
         self._reference = self._decode(trajectory, self.codecs(get_recipe("bf16")))
