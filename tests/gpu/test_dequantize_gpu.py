@@ -80,5 +80,5 @@ def test_layout_of_another_architecture_is_refused() -> None:
     layout = PageLayout(other, BlockFormat.NVFP4, 64)
     cache = torch.zeros(1, 1, layout.page_bytes, dtype=torch.uint8, device="cuda")
     table, counts = (torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((1, 1), (1,)))
-    with pytest.raises(InvalidInputError, match="layout: .* is not for"):
+    with pytest.raises(InvalidInputError, match=r"layout: .* is not for"):
         dequantize_pages(cache, table, counts, layout)
