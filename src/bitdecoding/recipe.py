@@ -37,6 +37,8 @@ __all__ = [
 
 PAGE_SIZE = 128
 """Tokens a page; full pages are quantized, the newest 1..128 tokens stay 16-bit."""
+MIN_C, MAX_C = 2.0**-10, 2.0**10
+"""Range of the factor c: its products with probabilities stay far from the ends of fp32."""
 SINK_TOKENS = 16
 """First tokens of a sequence that stay 16-bit in the paper's recipe."""
 
@@ -201,12 +203,14 @@ class Recipe(BaseModel):
                 )
         if not 0 <= self.sink_tokens <= PAGE_SIZE:
             raise ValueError(f"sink_tokens: must be within 0..{PAGE_SIZE}, got {self.sink_tokens}")
-        if not self.ldlq_damping > 0:
-            raise ValueError(f"ldlq_damping: must be positive, got {self.ldlq_damping}")
-        if not self.probability_c > 0 or math.frexp(self.probability_c)[0] != 0.5:
-            raise ValueError(f"probability_c: must be a power of two, got {self.probability_c}")
-        if self.probability_tau is not None and not self.probability_tau > 0:
-            raise ValueError(f"probability_tau: must be positive, got {self.probability_tau}")
+        if not 0 < self.ldlq_damping < math.inf:
+            raise ValueError(f"ldlq_damping: must be positive and finite, got {self.ldlq_damping}")
+        if not MIN_C <= self.probability_c <= MAX_C or math.frexp(self.probability_c)[0] != 0.5:
+            raise ValueError(f"probability_c: must be a power of two within 1/1024..1024, got {self.probability_c}")
+        if self.probability_tau is not None and not 0 < self.probability_tau < math.inf:
+            raise ValueError(f"probability_tau: must be positive and finite, got {self.probability_tau}")
+        if self.rotation_seed is not None and not 0 <= self.rotation_seed < 2**63:
+            raise ValueError(f"rotation_seed: must be within 0..2^63-1, got {self.rotation_seed}")
         if self.rotation_block is not None:
             if self.rotation is not Rotation.HADAMARD:
                 raise ValueError("rotation_block: only the hadamard rotation has blocks")
@@ -283,7 +287,7 @@ class Recipe(BaseModel):
                 f"use a model whose head_dim is, or another format"
             )
         if head_dim < 2 or head_dim % 2:
-            raise UnsupportedError(f"head_dim: {head_dim} is odd; two 4-bit codes share a byte")
+            raise UnsupportedError(f"head_dim: {head_dim} is no positive even number; two 4-bit codes share a byte")
         if self.rotation_block is not None and hadamard_block(head_dim) % self.rotation_block:
             raise UnsupportedError(f"rotation_block: {self.rotation_block} does not divide head_dim {head_dim}")
 

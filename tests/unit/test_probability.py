@@ -192,7 +192,7 @@ def test_bad_scores(fmt: str, bad: float):
 
 def test_running_maximum_of_a_wholly_masked_row_is_refused():
     """exp2(-inf - -inf) must never appear."""
-    with pytest.raises(InvalidInputError, match="the maximum is finite"):
+    with pytest.raises(InvalidInputError, match="maximum: must be finite"):
         quantize_probabilities(torch.full((16,), -torch.inf), -torch.inf)
 
 

@@ -105,12 +105,24 @@ def test_unknown_field():
         ({"kv_format": "mxfp4", "probability_rule": "underflow"}, r"^recipe: probability_rule: underflow is not a mx"),
         ({"kv_format": "nvfp4", "sink_tokens": -1}, r"^recipe: sink_tokens: must be within 0..128, got -1"),
         ({"kv_format": "nvfp4", "sink_tokens": 129}, r"^recipe: sink_tokens: must be within 0..128, got 129"),
-        ({"kv_format": "nvfp4", "ldlq_damping": 0}, r"^recipe: ldlq_damping: must be positive, got 0"),
-        ({"kv_format": "nvfp4", "ldlq_damping": float("nan")}, r"^recipe: ldlq_damping: must be positive, got nan"),
-        ({"kv_format": "nvfp4", "probability_c": 0}, r"^recipe: probability_c: must be a power of two, got 0"),
-        ({"kv_format": "nvfp4", "probability_c": 3}, r"^recipe: probability_c: must be a power of two, got 3"),
+        ({"kv_format": "nvfp4", "ldlq_damping": 0}, r"^recipe: ldlq_damping: must be positive and finite, got 0"),
+        (
+            {"kv_format": "nvfp4", "ldlq_damping": float("nan")},
+            r"^recipe: ldlq_damping: must be positive and finite, got nan",
+        ),
+        (
+            {"kv_format": "nvfp4", "probability_c": 0},
+            r"^recipe: probability_c: must be a power of two within 1/1024..1024, got 0",
+        ),
+        (
+            {"kv_format": "nvfp4", "probability_c": 3},
+            r"^recipe: probability_c: must be a power of two within 1/1024..1024, got 3",
+        ),
         ({"kv_format": "fp8", "probability_rule": "max6"}, r"^recipe: probability_rule: needs FP4 blocks"),
-        ({"kv_format": "nvfp4", "probability_tau": -1}, r"^recipe: probability_tau: must be positive, got -1"),
+        (
+            {"kv_format": "nvfp4", "probability_tau": -1},
+            r"^recipe: probability_tau: must be positive and finite, got -1",
+        ),
         ({"kv_format": "nvfp4", "rotation_block": 16}, r"^recipe: rotation_block: only the hadamard rotation"),
         (
             {"kv_format": "nvfp4", "rotation": "hadamard", "rotation_block": 48},
@@ -241,7 +253,7 @@ def test_what_needs_a_calibration(changes: dict[str, object], needs: bool):
     [
         ({"kv_format": "mxfp4"}, 80, r"^head_dim: 80 is not a multiple of 32, the mxfp4 block"),
         ({"kv_format": "nvfp4"}, 72, r"^head_dim: 72 is not a multiple of 16, the nvfp4 block"),
-        ({"kv_format": "int4"}, 65, r"^head_dim: 65 is odd"),
+        ({"kv_format": "int4"}, 65, r"^head_dim: 65 is no positive even number"),
         ({"kv_format": "nvfp4", "rotation": "hadamard", "rotation_block": 32}, 80, r"^rotation_block: 32 does not"),
     ],
 )

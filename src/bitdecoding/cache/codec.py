@@ -1,5 +1,7 @@
 """`LayerCodec`: applies a recipe to one layer's keys, values and queries; the only place that combines techniques."""
 
+import math
+
 import torch
 
 from bitdecoding.cache.formats import (
@@ -13,7 +15,7 @@ from bitdecoding.cache.formats import (
     RotatedFormat,
 )
 from bitdecoding.calibration.data import Calibration, LayerCalibration
-from bitdecoding.errors import CalibrationError
+from bitdecoding.errors import CalibrationError, InvalidInputError
 from bitdecoding.numerics.blocks import quantize_dequantize
 from bitdecoding.numerics.elements import decode_e4m3, encode_e4m3, floor_log2
 from bitdecoding.numerics.ldlq import LdlqFactors, ldlq_factors
@@ -74,6 +76,8 @@ class LayerCodec:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         recipe.check_head_dim(head_dim)
+        if num_kv_heads < 1:
+            raise InvalidInputError(f"num_kv_heads: must be at least 1, got {num_kv_heads}")
         self.recipe = recipe
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
@@ -278,6 +282,8 @@ def _check_calibration(recipe: Recipe, num_kv_heads: int, head_dim: int, calibra
                 f"and ldlq rounding"
             )
         return
+    if calibration.tau is not None and not 0 < calibration.tau < math.inf:
+        raise CalibrationError(f"calibration: its tau is {calibration.tau}, not a positive number; calibrate again")
     square = (num_kv_heads, head_dim, head_dim)
     _check_shape("key mean", calibration.key_mean, (num_kv_heads, head_dim))
     _check_shape("query second moment", calibration.query_second_moment, square)
@@ -297,6 +303,8 @@ def _check_calibration(recipe: Recipe, num_kv_heads: int, head_dim: int, calibra
 
 
 def _check_shape(what: str, tensor: torch.Tensor | None, expected: tuple[int, ...]) -> None:
+    if tensor is not None and not bool(torch.isfinite(tensor).all()):
+        raise CalibrationError(f"calibration: its {what} holds NaN or Inf; calibrate again")
     if tensor is not None and tuple(tensor.shape) != expected:
         raise CalibrationError(
             f"calibration: its {what} has shape {tuple(tensor.shape)}, the layer's KV heads and head_dim ask for "

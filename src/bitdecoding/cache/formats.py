@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from bitdecoding.numerics.blocks import BlockFormat, QuantizedBlocks, ScaleRule, dequantize_blocks, quantize_blocks
+from bitdecoding.numerics.blocks import BlockFormat, QuantizedBlocks, ScaleRule, decode_blocks, quantize_blocks
 from bitdecoding.numerics.elements import decode_e4m3, encode_e4m3
 from bitdecoding.numerics.ldlq import LdlqFactors, quantize_blocks_ldlq
 from bitdecoding.numerics.packing import pack_nibbles, unpack_nibbles
@@ -63,7 +63,7 @@ class Fp4Format:
         return quantize_blocks_ldlq(x, self._ldlq, self._fmt, self._rule)
 
     def decode(self, pages: EncodedPages) -> torch.Tensor:
-        return dequantize_blocks(unpack_nibbles(pages["codes"]), pages["scales"], self._fmt, dim=self._dim)
+        return decode_blocks(unpack_nibbles(pages["codes"]), pages["scales"], self._fmt, self._dim)
 
 
 class BitsFormat:

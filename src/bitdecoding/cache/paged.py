@@ -25,7 +25,7 @@ from bitdecoding.cache.formats import EncodedPages
 from bitdecoding.calibration.data import Calibration, LayerCalibration
 from bitdecoding.errors import CalibrationError, InvalidInputError
 from bitdecoding.numerics.blocks import BlockFormat
-from bitdecoding.numerics.validation import check_finite
+from bitdecoding.numerics.validation import check_finite, check_fits
 from bitdecoding.recipe import PAGE_SIZE, Arithmetic, KeyRounding, KVFormat, Recipe, ValueBlocks
 from bitdecoding.reference.causal import causal_attention
 from bitdecoding.reference.vectorized import (
@@ -678,7 +678,7 @@ class PagedLayer:
     ) -> list[int]:
         store, rows, tokens = self.store, keys.shape[0], keys.shape[-2]
         expected = (store.num_rows or rows, store.num_kv_heads, tokens, store.head_dim)
-        if tuple(keys.shape) != expected or tuple(values.shape) != expected or not tokens:
+        if tuple(keys.shape) != expected or tuple(values.shape) != expected or not tokens or not rows:
             raise InvalidInputError(
                 f"{self.name}: keys and values must be [rows, KV heads, tokens, head_dim] = {list(expected)}, got "
                 f"{list(keys.shape)} and {list(values.shape)}; free the cache before another batch"
@@ -687,9 +687,10 @@ class PagedLayer:
             q.shape[1] % store.num_kv_heads or tuple(q.shape) != (rows, q.shape[1], tokens, store.head_dim)
         ):
             raise InvalidInputError(f"{self.name}: queries {list(q.shape)} do not go with keys {list(keys.shape)}")
-        for name, tensor in (("queries", q), ("keys", keys), ("values", values)):
-            if tensor is not None:
-                check_finite(f"{self.name} {name}", tensor)
+        if q is not None:
+            check_finite(f"{self.name} queries", q)
+        check_fits(f"{self.name} keys", keys, store.dtype)
+        check_fits(f"{self.name} values", values, store.dtype)
         padding = [0] * rows if padding is None else list(padding)
         cached = store.lengths or [0] * rows
         if len(padding) != rows or not all(

@@ -39,6 +39,13 @@ class Trajectory:
     prompt_length: int
     token_ids: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_length < len(self.token_ids):
+            raise InvalidInputError(
+                f"trajectory {self.name}: prompt_length must be within 1..{len(self.token_ids) - 1}, "
+                f"got {self.prompt_length}"
+            )
+
     @property
     def steps(self) -> int:
         """Decode steps: tokens of the continuation."""

@@ -29,6 +29,7 @@ __all__ = [
     "QuantizedBlocks",
     "ScaleRule",
     "candidate_scales",
+    "decode_blocks",
     "decode_scales",
     "dequantize_blocks",
     "encode_against",
@@ -192,9 +193,11 @@ def blockwise(
 
 def check_blocks(name: str, x: torch.Tensor, fmt: BlockFormat, dim: int) -> None:
     """Raise `InvalidInputError` unless ``dim`` of ``x`` divides into whole blocks of the format."""
-    if x.dim() == 0 or x.shape[dim] % fmt.block_size:
+    if not -x.dim() <= dim < x.dim():
+        raise InvalidInputError(f"dim: {dim} is out of range for {name} with {x.dim()} dims")
+    if x.shape[dim] % fmt.block_size:
         raise InvalidInputError(
-            f"{name}: length {x.shape[dim] if x.dim() else 1} along dim {dim} is not a multiple of {fmt.block_size}, "
+            f"{name}: length {x.shape[dim]} along dim {dim} is not a multiple of {fmt.block_size}, "
             f"the {fmt.value} block"
         )
 
@@ -233,8 +236,26 @@ def quantize_blocks(
 def dequantize_blocks(
     codes: torch.Tensor, scale_bytes: torch.Tensor, fmt: BlockFormat | str, *, dim: int = -1
 ) -> torch.Tensor:
-    """Fp32 values ``scale · code``; shapes and ``dim`` as in `quantize_blocks`."""
+    """Fp32 values ``scale · code``; shapes and ``dim`` as in `quantize_blocks`.
+
+    Raises:
+        InvalidInputError: not uint8, shapes of codes and scale bytes that do not belong together, codes above 15.
+    """
     fmt = BlockFormat(fmt)
+    if codes.dtype != torch.uint8 or scale_bytes.dtype != torch.uint8:
+        raise InvalidInputError(f"codes, scale_bytes: expected uint8, got {codes.dtype} and {scale_bytes.dtype}")
+    check_blocks("codes", codes, fmt, dim)
+    expected = list(codes.shape)
+    expected[dim] //= fmt.block_size
+    if list(scale_bytes.shape) != expected:
+        raise InvalidInputError(f"scale_bytes: expected shape {tuple(expected)}, got {tuple(scale_bytes.shape)}")
+    if codes.numel() and int(codes.max()) > 15:
+        raise InvalidInputError(f"codes: {int(codes.max())} is no E2M1 code; codes are 0..15")
+    return decode_blocks(codes, scale_bytes, fmt, dim)
+
+
+def decode_blocks(codes: torch.Tensor, scale_bytes: torch.Tensor, fmt: BlockFormat, dim: int = -1) -> torch.Tensor:
+    """`dequantize_blocks` without its checks, for tensors that this library made."""
     scales = decode_scales(scale_bytes, fmt).repeat_interleave(fmt.block_size, dim)
     return decode_e2m1(codes) * scales
 

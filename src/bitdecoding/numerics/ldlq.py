@@ -52,9 +52,14 @@ def ldlq_factors(second_moment: torch.Tensor, damping: float = DEFAULT_DAMPING) 
     check_finite("second_moment", second_moment)
     if second_moment.dim() < 2 or second_moment.shape[-1] != second_moment.shape[-2]:
         raise InvalidInputError(f"second_moment: expected [..., d, d], got {tuple(second_moment.shape)}")
-    if not damping > 0:
-        raise InvalidInputError(f"damping: must be positive, got {damping}")
+    if not 0 < damping < torch.inf:
+        raise InvalidInputError(f"damping: must be positive and finite, got {damping}")
     a = second_moment.double()
+    # Only one triangle is factored, and damping can hide a negative diagonal.
+    if not torch.allclose(a, a.transpose(-1, -2), rtol=1e-3, atol=1e-3 * float(a.abs().max()) if a.numel() else 0.0):
+        raise InvalidInputError("second_moment: not symmetric; it must be a mean of outer products q·qᵀ")
+    if bool((a.diagonal(dim1=-2, dim2=-1) < 0).any()):
+        raise InvalidInputError("second_moment: negative on the diagonal; it must be a mean of outer products q·qᵀ")
     mean_diagonal = a.diagonal(dim1=-2, dim2=-1).mean(-1)
     eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     zero = (mean_diagonal == 0)[..., None, None]

@@ -17,11 +17,12 @@ from bitdecoding.numerics.blocks import (
     blockwise,
     candidate_scales,
     check_blocks,
+    decode_blocks,
     decode_scales,
-    dequantize_blocks,
     encode_against,
 )
 from bitdecoding.numerics.elements import E2M1_MAX, E4M3_MAX
+from bitdecoding.numerics.validation import check_floating
 
 __all__ = ["DEFAULT_C", "DEFAULT_TAU", "ProbabilityRule", "quantize_probabilities", "two_level_probabilities"]
 
@@ -73,8 +74,8 @@ def quantize_probabilities(
         uses the unquantized p and is the caller's.
 
     Raises:
-        InvalidInputError: NaN or +inf scores, a rule of the other format, a length that is no multiple of the block,
-            ``c`` or ``tau`` not positive.
+        InvalidInputError: NaN or +inf scores, a score above the maximum, a rule of the other format, a length that is
+            no multiple of the block, ``c`` or ``tau`` not positive.
     """
     fmt = BlockFormat(fmt)
     rule = ProbabilityRule.for_format(fmt)[0] if rule is None else ProbabilityRule(rule)
@@ -83,14 +84,22 @@ def quantize_probabilities(
             f"rule: {rule.value} is not a probability rule of {fmt.value}; use one of "
             f"{[r.value for r in ProbabilityRule.for_format(fmt)]}"
         )
-    if not (c > 0 and tau > 0):
-        raise InvalidInputError(f"c, tau: must be positive, got c={c}, tau={tau}")
+    if not (0 < c < torch.inf and 0 < tau < torch.inf):
+        raise InvalidInputError(f"c, tau: must be positive and finite, got c={c}, tau={tau}")
+    check_floating("scores", scores)
     check_blocks("scores", scores, fmt, -1)
-    shifted = scores.float() - maximum
+    top = torch.as_tensor(maximum, device=scores.device)
+    if not bool(torch.isfinite(top).all()):
+        raise InvalidInputError("maximum: must be finite; give rows that see nothing any finite number")
+    shifted = scores.float() - top
+    if shifted.shape != scores.shape:
+        raise InvalidInputError(f"maximum: shape {tuple(top.shape)} does not broadcast to scores {tuple(scores.shape)}")
     if bool(torch.isnan(shifted).any()) or bool((shifted == torch.inf).any()):
         raise InvalidInputError(
             "scores: NaN or +inf minus the maximum; scores are finite or -inf, the maximum is finite"
         )
+    if bool((shifted > 0).any()):
+        raise InvalidInputError("maximum: lies below a score; it is the running maximum of the row")
     log2_c = torch.log2(torch.tensor(c)).item()
     p = torch.exp2(shifted + log2_c)
 
@@ -138,4 +147,4 @@ def two_level_probabilities(p: torch.Tensor, fmt: BlockFormat | str = BlockForma
     first = p.amax(-1, keepdim=True) / (E4M3_MAX * E2M1_MAX)
     first = torch.where(first > 0, first, 1.0)  # also where it underflows to 0: such a row flushes
     second = _quantize_non_negative(p / first, fmt, lambda amax: candidate_scales(amax, fmt, fmt.standard_rule)[0])
-    return dequantize_blocks(second.codes, second.scale_bytes, fmt) * first
+    return decode_blocks(second.codes, second.scale_bytes, fmt) * first

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from bitdecoding.numerics.blocks import BlockFormat, QuantizedBlocks, ScaleRule, dequantize_blocks, quantize_blocks
+from bitdecoding.numerics.blocks import BlockFormat, QuantizedBlocks, ScaleRule, decode_blocks, quantize_blocks
 
 __all__ = ["DualQuery", "dual_residual_query"]
 
@@ -34,7 +34,8 @@ def dual_residual_query(
     Raises:
         InvalidInputError: as `quantize_blocks`.
     """
+    fmt = BlockFormat(fmt)
     first = quantize_blocks(q, fmt, rule)
-    first_values = dequantize_blocks(first.codes, first.scale_bytes, fmt)
+    first_values = decode_blocks(first.codes, first.scale_bytes, fmt)
     residual = quantize_blocks(q.float() - first_values, fmt, rule)
-    return DualQuery(first, residual, first_values, dequantize_blocks(residual.codes, residual.scale_bytes, fmt))
+    return DualQuery(first, residual, first_values, decode_blocks(residual.codes, residual.scale_bytes, fmt))

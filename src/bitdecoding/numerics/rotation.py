@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 
 from bitdecoding.errors import InvalidInputError
+from bitdecoding.numerics.validation import check_floating
 
 __all__ = [
     "apply_signs",
@@ -38,6 +39,9 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
         Fp32 tensor of the same shape. Butterflies run in fp32 with strides 1, 2, 4, ... and one final product with
         1/sqrt(block), a fixed order of additions on every device.
     """
+    check_floating("x", x)
+    if x.dim() == 0:
+        raise InvalidInputError("x: expected [..., head_dim], got a scalar")
     head_dim = x.shape[-1]
     block = hadamard_block(head_dim) if block is None else block
     if block < 1 or block & (block - 1) or head_dim % block:

@@ -4,7 +4,7 @@ import torch
 
 from bitdecoding.errors import InvalidInputError
 
-__all__ = ["check_finite", "check_floating"]
+__all__ = ["check_finite", "check_fits", "check_floating"]
 
 
 def check_floating(name: str, x: torch.Tensor) -> None:
@@ -22,4 +22,13 @@ def check_finite(name: str, x: torch.Tensor) -> None:
     if not bool(finite.all()):
         raise InvalidInputError(
             f"{name}: {int((~finite).sum())} of {x.numel()} values are NaN or Inf; only finite values can be quantized"
+        )
+
+
+def check_fits(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise `InvalidInputError`, naming the tensor, if ``x`` holds NaN, Inf or values that overflow ``dtype``."""
+    check_finite(name, x)
+    if not bool(torch.isfinite(x.to(dtype)).all()):
+        raise InvalidInputError(
+            f"{name}: values overflow {dtype}, in which unquantized tokens are kept; use a wider dtype"
         )

@@ -12,7 +12,7 @@ import torch
 from bitdecoding.cache.codec import LayerCodec
 from bitdecoding.cache.formats import EncodedPages
 from bitdecoding.errors import InvalidInputError
-from bitdecoding.numerics.validation import check_finite
+from bitdecoding.numerics.validation import check_finite, check_fits
 from bitdecoding.recipe import PAGE_SIZE
 from bitdecoding.reference.vectorized import (
     LogitRule,
@@ -170,7 +170,7 @@ def build_sequence(
             block table that is too short or names a page twice.
     """
     for name, x in (("keys", keys), ("values", values)):
-        check_finite(name, x)
+        check_fits(name, x, codec.dtype)
         if x.dim() != 3 or x.shape[0] != codec.num_kv_heads or x.shape[-1] != codec.head_dim or x.shape != keys.shape:
             raise InvalidInputError(
                 f"{name}: expected [{codec.num_kv_heads}, N, {codec.head_dim}] with one N, got {tuple(x.shape)}"

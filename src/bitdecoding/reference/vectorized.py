@@ -5,13 +5,14 @@ pages of a split the running maximum advances page by page, as in a kernel: quan
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from bitdecoding.cache.codec import LayerCodec
 from bitdecoding.errors import InvalidInputError
-from bitdecoding.numerics.blocks import dequantize_blocks
+from bitdecoding.numerics.blocks import decode_blocks
 from bitdecoding.numerics.elements import E4M3_MAX, decode_e4m3, encode_e4m3
 from bitdecoding.numerics.probability import quantize_probabilities, two_level_probabilities
 from bitdecoding.recipe import PAGE_SIZE, ProbabilityFormat
@@ -46,11 +47,22 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
 
-class LogitRule(NamedTuple):
-    """How products become logits: softmax ``scale`` (1/sqrt(head_dim) usually) and optional tanh ``softcap``."""
+@dataclass(frozen=True)
+class LogitRule:
+    """How products become logits: softmax ``scale`` (1/sqrt(head_dim) usually) and optional tanh ``softcap``.
+
+    Raises:
+        InvalidInputError: a scale that is not finite, a soft-cap that is not positive and finite.
+    """
 
     scale: float
     softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise InvalidInputError(f"scale: must be finite, got {self.scale}")
+        if self.softcap is not None and not 0 < self.softcap < math.inf:
+            raise InvalidInputError(f"softcap: must be positive and finite, or None, got {self.softcap}")
 
     def __call__(self, products: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:
         """Base-2 scores of q·(k - µ) products; ``shift`` = q·µ restores true logits where the soft-cap needs them."""
@@ -70,6 +82,8 @@ def quantized_tokens(tokens_cached: torch.Tensor | int) -> torch.Tensor | int:
 
 def in_window(query_pos: torch.Tensor, key_pos: torch.Tensor, window: int | None) -> torch.Tensor:
     """Which keys are at or before a query and, with a window, at most window-1 positions before it; broadcasts."""
+    if window is not None and window < 1:
+        raise InvalidInputError(f"window: must be at least 1 token, or None, got {window}")
     causal = key_pos <= query_pos
     return causal if window is None else causal & (query_pos - key_pos < window)
 
@@ -216,7 +230,7 @@ def quantized_probabilities(
         return two_level_probabilities(p, blocks)
     c = recipe.probability_c
     quantized = quantize_probabilities(scores, maximum, blocks, recipe.probability_rule, c=c, tau=codec.tau)
-    return dequantize_blocks(quantized.codes, quantized.scale_bytes, blocks) / c
+    return decode_blocks(quantized.codes, quantized.scale_bytes, blocks) / c
 
 
 def bits16_partial(
