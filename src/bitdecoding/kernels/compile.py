@@ -41,6 +41,8 @@ ARCHS = ("sm_90a", "sm_120a", "sm_121a")
 """Architectures that the sources are written for."""
 
 _CACHE_VERSION = 1
+_DEFAULT_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory that a kernel may ask for without more ado."""
 _OPTIONS: Mapping[str, Any] = {"std": "c++17", "ptxas_options": ["-v"]}
 
 
@@ -265,12 +267,14 @@ class Kernel:
         source: file of ``csrc``.
         name: the kernel's name in it (``extern "C"``).
         defines: macros.
+        shared_bytes: dynamic shared memory of a CTA.
     """
 
-    def __init__(self, source: str, name: str, defines: Mapping[str, int]) -> None:
+    def __init__(self, source: str, name: str, defines: Mapping[str, int], shared_bytes: int = 0) -> None:
         self._source = source
         self._name = name
         self._defines = dict(defines)
+        self._shared_bytes = shared_bytes
         self._loaded: dict[int, Any] = {}
 
     def launch(
@@ -305,7 +309,7 @@ class Kernel:
             kernel = self._load(index)
             core.launch(
                 _TorchStream(torch.cuda.current_stream(index)),
-                core.LaunchConfig(grid=tuple(grid), block=threads),
+                core.LaunchConfig(grid=tuple(grid), block=threads, shmem_size=self._shared_bytes),
                 kernel,
                 *(_launch_argument(argument) for argument in arguments),
             )
@@ -318,8 +322,23 @@ class Kernel:
             compiled = compile_kernel(
                 self._source, arch_of_capability(*torch.cuda.get_device_capability(index)), self._defines
             )
-            self._loaded[index] = core.ObjectCode.from_cubin(compiled.cubin, name=self._source).get_kernel(self._name)
+            kernel = core.ObjectCode.from_cubin(compiled.cubin, name=self._source).get_kernel(self._name)
+            if self._shared_bytes > _DEFAULT_SHARED_BYTES:
+                _allow_shared_bytes(kernel, self._shared_bytes, index)
+            self._loaded[index] = kernel
         return self._loaded[index]
+
+
+def _allow_shared_bytes(kernel: Any, shared_bytes: int, index: int) -> None:
+    """Raise a kernel's limit of dynamic shared memory on a device; cuda-core has no setter for it."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(
+        attribute, shared_bytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(index)
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise UnsupportedError(f"device: a kernel needs {shared_bytes} bytes of shared memory a CTA ({status.name})")
 
 
 def _launch_argument(argument: torch.Tensor | np.generic | None) -> int | np.generic:

@@ -31,6 +31,7 @@ __all__ = [
     "quantized_tokens",
     "running_maximum",
     "smoothing_shift",
+    "stream_partial",
 ]
 
 FP16_P_EXPONENT = 15
@@ -160,7 +161,7 @@ def page_partial(
     partials = []
     for start in range(0, num_pages, per_split):
         tokens = slice(start * PAGE_SIZE, (start + per_split) * PAGE_SIZE)
-        partials.append(_split_partial(codec, scores[..., tokens], values[..., tokens, :]))
+        partials.append(stream_partial(codec, scores[..., tokens], values[..., tokens, :]))
     return combine_partials(partials) if partials else _empty_partial(q)
 
 
@@ -186,12 +187,20 @@ def page_scores(
 
 
 def running_maximum(paged: torch.Tensor) -> torch.Tensor:
-    """Maximum of each page and those before it, -inf before any score: [..., pages, PAGE_SIZE] -> [..., pages]."""
+    """Maximum of each step and those before it, -inf before any score: [..., steps, tokens] -> [..., steps]."""
     return paged.amax(-1).cummax(-1).values
 
 
-def _split_partial(codec: LayerCodec, scores: torch.Tensor, values: torch.Tensor) -> Partial:
-    paged = scores.unflatten(-1, (-1, PAGE_SIZE))
+def stream_partial(codec: LayerCodec, scores: torch.Tensor, values: torch.Tensor, step: int = PAGE_SIZE) -> Partial:
+    """Attention over tokens that are read in order, ``step`` at a time, under one running maximum.
+
+    Args:
+        codec: its recipe gives the format of P.
+        scores: base-2 scores [batch, num_kv_heads, group, queries, tokens], -inf where masked.
+        values: decoded values [batch, num_kv_heads, tokens, head_dim].
+        step: tokens after which the maximum advances, a multiple of the block; a page, or what a warp reads of it.
+    """
+    paged = scores.unflatten(-1, (-1, step))
     running = running_maximum(paged)
     final = running[..., -1:]
     # A page before anything visible has maximum -inf: any finite stand-in gives p = 0.

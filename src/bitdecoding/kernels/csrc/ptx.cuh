@@ -66,6 +66,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) 
                  : "memory");
 }
 
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // Transposes an 8x8 matrix of 16-bit elements that the warp holds, two of a row in each lane.
 __device__ __forceinline__ uint32_t movmatrix(uint32_t x) {
     uint32_t y;
@@ -82,6 +89,41 @@ __device__ __forceinline__ void mma_f16(float (&c)[4], uint32_t a0, uint32_t a1,
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// --- Barriers of some warps of a CTA, and loads that see other CTAs' stores
+
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t threads) {
+    asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void load_l2(float (&x)[4], const float* p) {
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "l"(p)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_l2(float (&x)[2], const float* p) {
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(p) : "memory");
+}
+
+// --- Arithmetic
+
+// 2^x to about 2 ulp; 0 for -inf.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
 }
 
 // --- Conversions; a pair is two 16-bit values in a word, the first in the low half
@@ -124,5 +166,18 @@ __device__ __forceinline__ uint32_t f32x2_to_bf16x2(float low, float high) {
 __device__ __forceinline__ float bits_to_f32(uint32_t bits) {
     float r;
     asm("mov.b32 %0, %1;" : "=f"(r) : "r"(bits));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t f32_to_bits(float x) {
+    uint32_t r;
+    asm("mov.b32 %0, %1;" : "=r"(r) : "f"(x));
+    return r;
+}
+
+// To nearest even, saturating at 448.
+__device__ __forceinline__ uint32_t f32_to_e4m3(float x) {
+    uint32_t r;
+    asm("{\n.reg .b16 t;\ncvt.rn.satfinite.e4m3x2.f32 t, %1, %2;\ncvt.u32.u16 %0, t;\n}" : "=r"(r) : "f"(0.f), "f"(x));
     return r;
 }

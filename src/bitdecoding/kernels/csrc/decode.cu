@@ -1,0 +1,553 @@
+// One decode step of one layer: attention of 1 to 8 new tokens a row over FP4 pages, 16-bit sink and 16-bit recent
+// tokens, with the query's rotation, the append of the new tokens and the join of split rows in the same launch.
+//
+// A CTA has a loader warp, which brings units (an FP4 page, or 32 16-bit tokens) into a ring of slots by bulk copies,
+// and pairs of consumer warps, each pair working on one unit at a time, each warp on half of it with its own running
+// maximum. Warps meet at the end of a segment only. See decode_work.cuh for who does what.
+#include "ptx.cuh"
+
+#include "decode_chunk.cuh"
+#include "decode_config.cuh"
+#include "decode_page.cuh"
+#include "decode_query.cuh"
+#include "decode_softmax.cuh"
+#include "decode_work.cuh"
+
+static_assert(SHARED_BYTES == BD_SHARED_BYTES, "bitdecoding.kernels.decode counts shared memory differently");
+
+constexpr uint32_t CONSUMERS_BARRIER = 1;
+
+// A 16-bit tensor [rows, tokens, heads, HEAD_DIM], strides in elements; the last dim is contiguous.
+struct Strided {
+    int64_t row, token, head;
+};
+
+struct Parameters {
+    const uint8_t* pages;
+    const uint16_t* means;
+    uint16_t* tail;
+    const uint16_t* sink;
+    const uint16_t* query;
+    const uint16_t* new_keys;
+    const uint16_t* new_values;
+    uint16_t* output;
+    float* lse;
+    const float* key_mean;
+    const RowState* rows;
+    const int* item_prefix;
+    const void* table;
+    float* partial_output;  // [parts, COLUMNS, HEAD_DIM]
+    float* partial_stats;   // [parts, COLUMNS, 2]: maximum, sum
+    int* arrived;           // [tiles], zero between launches
+    Strided query_stride, key_stride, value_stride, output_stride;
+    int64_t page_stride;  // bytes from block to block
+    int64_t table_stride;
+    int num_rows, num_tokens, heads, group, column_groups;
+    int table_is_64, window, sink_tokens, granule;
+    float score_scale, score_cap;  // base 2; no cap: 0
+    float fold, tau;               // native: log2 c and the threshold of the probability scale
+
+    __device__ __forceinline__ int64_t block(int row, int page) const {
+        const int64_t index = row * table_stride + page;
+        return table_is_64 ? static_cast<const int64_t*>(table)[index] : static_cast<const int*>(table)[index];
+    }
+};
+
+// What units are, by their index in the row.
+enum class Unit { page, sink, recent };
+
+__device__ __forceinline__ Unit kind_of(const RowUnits& units, int unit) {
+    return unit < units.pages ? Unit::page : unit < units.pages + units.sink_chunks ? Unit::sink : Unit::recent;
+}
+
+// First token of a 16-bit chunk.
+__device__ __forceinline__ int chunk_start(const RowUnits& units, int unit) {
+    const int chunk = unit - units.pages;
+    return chunk < units.sink_chunks ? chunk * CHUNK_TOKENS
+                                     : units.recent_start + (chunk - units.sink_chunks) * CHUNK_TOKENS;
+}
+
+// --- Loader
+
+struct Ring {
+    int unit = 0;  // units so far
+    __device__ __forceinline__ int slot() const { return unit % SLOTS; }
+    __device__ __forceinline__ uint32_t parity() const { return (unit / SLOTS) & 1; }
+};
+
+// Where a recent token lies: among the step's new ones or in the tail ring. values: 0 keys, 1 values.
+__device__ __forceinline__ const uint16_t* recent_token(const Parameters& p, const RowState& state, int row, int head,
+                                                        int position, int values) {
+    if (position >= state.before) {
+        const int token = position - (state.length - p.num_tokens);
+        const Strided& stride = values ? p.value_stride : p.key_stride;
+        return (values ? p.new_values : p.new_keys) + row * stride.row + token * stride.token + head * stride.head;
+    }
+    return p.tail +
+           (((static_cast<int64_t>(state.tail_slot) * 2 + values) * p.heads + head) * TAIL_TOKENS + position % TAIL_TOKENS) *
+               HEAD_DIM;
+}
+
+__device__ __forceinline__ void load_chunk(const Parameters& p, const Segment& segment, const RowState& state, Unit kind,
+                                           int start, uint32_t target, uint32_t barrier, int lane) {
+    const int stop = kind == Unit::sink ? p.sink_tokens : state.length;
+    // The last chunk is filled up with a token of its own: what lies there must be finite where the token is
+    const int position = min(start + lane, stop - 1);
+    const uint16_t* source[2];
+#pragma unroll
+    for (int values = 0; values < 2; ++values)
+        source[values] = kind == Unit::sink
+                             ? p.sink + (((static_cast<int64_t>(state.sink_slot) * 2 + values) * p.heads + segment.head) *
+                                             p.sink_tokens +
+                                         position) *
+                                            HEAD_DIM
+                             : recent_token(p, state, segment.row, segment.head, position, values);
+    if (lane == 0) mbarrier_arrive_expect(barrier, 2 * CHUNK_TOKENS * ROW_BYTES);
+    __syncwarp();
+    bulk_copy(target + lane * ROW_PITCH, source[0], ROW_BYTES, barrier);
+    bulk_copy(target + CHUNK_VALUES + lane * ROW_PITCH, source[1], ROW_BYTES, barrier);
+    if (kind == Unit::recent && segment.column_group == 0) {
+        // Append the new tokens of this chunk; nobody reads these places of the ring in this step
+        constexpr int UNITS = ROW_BYTES / 16;
+        for (int token = max(start, state.before); token < min(start + CHUNK_TOKENS, stop); ++token)
+            for (int i = lane; i < 2 * UNITS; i += 32) {
+                const int values = i / UNITS;
+                const int64_t place = ((static_cast<int64_t>(state.tail_slot) * 2 + values) * p.heads + segment.head) *
+                                          TAIL_TOKENS +
+                                      token % TAIL_TOKENS;
+                reinterpret_cast<Words4*>(p.tail + place * HEAD_DIM)[i % UNITS] = reinterpret_cast<const Words4*>(
+                    recent_token(p, state, segment.row, segment.head, token, values))[i % UNITS];
+            }
+    }
+}
+
+__device__ __forceinline__ void run_loader(const Parameters& p, Work& work, uint32_t slots, Scalars& scalars, int lane) {
+    Ring ring;
+    while (!work.done()) {
+        RowState state;
+        RowUnits units;
+        const Segment segment = work.next(p.rows, p.window, p.sink_tokens, state, units);
+        int64_t blocks = 0;  // of 32 pages, one a lane
+        for (int unit = segment.unit_begin; unit < segment.unit_end; ++unit, ++ring.unit) {
+            const Unit kind = kind_of(units, unit);
+            const int ahead = (unit - segment.unit_begin) % 32;
+            if (kind == Unit::page && ahead == 0 && unit + lane < min(units.pages, segment.unit_end))
+                blocks = p.block(segment.row, units.first_page + unit + lane);
+            const int slot = ring.slot();
+            if (ring.unit >= SLOTS) mbarrier_wait(shared_address(&scalars.empty[slot]), ring.parity() ^ 1);
+            const uint32_t full = shared_address(&scalars.full[slot]), target = slots + slot * SLOT_BYTES;
+            if (kind == Unit::page) {
+                const int64_t block = __shfl_sync(0xFFFFFFFFu, blocks, ahead);
+                if (lane == 0) {
+                    mbarrier_arrive_expect(full, KV_BLOCKS_BYTES + (CENTERED ? ROW_BYTES : 0));
+                    bulk_copy(target, p.pages + block * p.page_stride + static_cast<int64_t>(segment.head) * PAGE_BYTES,
+                              KV_BLOCKS_BYTES, full);
+                    if (CENTERED)
+                        bulk_copy(target + MEAN_OFFSET, p.means + (block * p.heads + segment.head) * HEAD_DIM, ROW_BYTES,
+                                  full);
+                }
+            } else {
+                load_chunk(p, segment, state, kind, chunk_start(units, unit), target, full, lane);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+// --- Consumers
+
+// The query row in an output column: its token among the step's, or -1 for a column without one.
+struct Column {
+    int token, head;  // head: of the group
+    __device__ __forceinline__ Column(const Parameters& p, const Segment& segment, int column) {
+        const int row = segment.column_group * COLUMNS + column / COLUMN_STEP;
+        const bool used = column % COLUMN_STEP == 0 && row < p.num_tokens * p.group;
+        token = used ? row / p.group : -1;
+        head = used ? row % p.group : 0;
+    }
+    __device__ __forceinline__ int64_t offset(const Parameters& p, const Segment& segment, const Strided& stride) const {
+        return segment.row * stride.row + token * stride.token +
+               static_cast<int64_t>(segment.head * p.group + head) * stride.head;
+    }
+};
+
+__device__ __forceinline__ float capped(const Parameters& p, float score) {
+    // cap · tanh(score / cap), both in base 2
+    const float x = exp2_fast(score / p.score_cap * 2.8853900817779268f);
+    return p.score_cap - 2.f * p.score_cap / (x + 1.f);
+}
+
+// Scores of half a page from the products of its keys.
+__device__ __forceinline__ void page_scores(const Parameters& p, const uint8_t* page, const uint8_t* shared,
+                                            const Scalars& scalars, int half, int lane, float (&s)[KEY_TILES][TILES][4]) {
+    const int t = lane % 4;
+    float c[KEY_TILES][QUERY_TILES][4] = {};
+    key_products(page, shared + SHARED_QUERY, half, lane, c);
+    float mean[QUERY_TILES][2] = {};
+    if (CENTERED) mean_products(page + MEAN_OFFSET, shared + SHARED_MEAN_QUERY, lane, mean);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            if (COLUMN_STEP == 2 && e == 1) continue;
+            const int q = NATIVE && COLUMN_STEP == 1 ? 2 * n + e : n;  // column tile of the first product
+            float offset = CENTERED ? mean[q][NATIVE ? 0 : e] * p.score_scale : 0.f;
+            if (p.score_cap > 0.f) offset += scalars.shift[8 * n + 2 * t + e];
+            const float scale = scalars.query_scale[8 * q + 2 * t + (NATIVE ? 0 : e)];
+            const float scale2 = NATIVE ? scalars.query_scale[8 * q + 2 * t + 1] : 0.f;
+#pragma unroll
+            for (int i = 0; i < KEY_TILES; ++i)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    s[i][n][2 * r + e] = NATIVE ? fmaf(c[i][q][2 * r], scale, fmaf(c[i][q][2 * r + 1], scale2, offset))
+                                                : fmaf(c[i][q][2 * r + e], scale, offset);
+        }
+    if (p.score_cap > 0.f) {
+#pragma unroll
+        for (int i = 0; i < KEY_TILES; ++i)
+#pragma unroll
+            for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    if (COLUMN_STEP == 1 || j % 2 == 0) s[i][n][j] = capped(p, s[i][n][j]);
+    }
+}
+
+// Takes away what a column does not see of a page: 16-bit sink tokens, and tokens before its window.
+__device__ __forceinline__ void mask_page(const Parameters& p, const Segment& segment, const RowState& state,
+                                          const RowUnits& units, int page_index, int half, int lane,
+                                          float (&s)[KEY_TILES][TILES][4]) {
+    const int g = lane / 4, t = lane % 4;
+    const int start = page_index * PAGE_TOKENS + half * HALF_TOKENS;
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2 / COLUMN_STEP; ++e) {
+            const Column column(p, segment, 8 * n + 2 * t + e);
+            int low = units.sink_chunks > 0 ? p.sink_tokens : 0;
+            if (p.window > 0) low = max(low, state.length - p.num_tokens + column.token - p.window + 1);
+#pragma unroll
+            for (int i = 0; i < KEY_TILES; ++i)
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    if (start + key_row_token(i, 8 * r + g) < low) s[i][n][2 * r + e] = NO_SCORE;
+        }
+}
+
+__device__ __forceinline__ void attend_page(const Parameters& p, const Segment& segment, const RowState& state,
+                                            const RowUnits& units, int unit, const uint8_t* page, const uint8_t* shared,
+                                            const Scalars& scalars, int half, int lane, Softmax& softmax) {
+    float s[KEY_TILES][TILES][4];
+    page_scores(p, page, shared, scalars, half, lane, s);
+    const int page_index = units.first_page + unit;
+    const int unseen = max(units.sink_chunks > 0 ? p.sink_tokens : 0, p.window > 0 ? state.length - p.window : 0);
+    if (page_index * PAGE_TOKENS < unseen) mask_page(p, segment, state, units, page_index, half, lane, s);
+    uint32_t probabilities[TILES][KEY_TILES][2];
+    if (NATIVE)
+        page_probabilities_native(softmax, s, p.fold, p.tau, probabilities);
+    else
+        page_probabilities_w16(softmax, s, probabilities);
+    value_products(page, half, lane, probabilities, softmax.output);
+}
+
+__device__ __forceinline__ void attend_chunk(const Parameters& p, const Segment& segment, const RowState& state,
+                                             const RowUnits& units, int unit, const uint8_t* chunk, const Scalars& scalars,
+                                             int half, int lane, Softmax& softmax) {
+    const int g = lane / 4, t = lane % 4;
+    const int start = chunk_start(units, unit);
+    const int stop = kind_of(units, unit) == Unit::sink ? p.sink_tokens : state.length;
+    const uint16_t* raw[TILES];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        const Column column(p, segment, 8 * n + g);
+        raw[n] = column.token < 0 ? nullptr : p.query + column.offset(p, segment, p.query_stride);
+    }
+    float s[1][TILES][4] = {};
+    chunk_products(chunk, raw, half, lane, s[0]);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const Column column(p, segment, 8 * n + 2 * t + e);
+            const int position = state.length - p.num_tokens + column.token;
+            const int low = p.window > 0 ? position - p.window + 1 : 0;
+            // Raw keys give true logits; without a cap, all logits of a query are those of keys less their mean
+            const float shift = p.score_cap > 0.f ? 0.f : scalars.shift[8 * n + 2 * t + e];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float& score = s[0][n][2 * r + e];
+                score = fmaf(score, p.score_scale, -shift);
+                if (p.score_cap > 0.f) score = capped(p, score);
+                const int token = start + 16 * half + 8 * r + g;
+                if (token >= stop || token > position || token < low) score = NO_SCORE;
+            }
+        }
+    chunk_accumulate(softmax, s, chunk, half, lane);
+}
+
+// Sums of the CTA's warps: the output into the merge buffer, maximum and sum of a column for every thread that asks.
+__device__ __forceinline__ void merge_warps(const Softmax& softmax, float* merged, Scalars& scalars, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    float factor[TILES][2];
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float sum = softmax.sum[n][e];
+#pragma unroll
+            for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
+            if (g == 0) {
+                scalars.maximum[warp][8 * n + 2 * t + e] = softmax.maximum[n][e];
+                scalars.sum[warp][8 * n + 2 * t + e] = sum;
+            }
+        }
+    named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);  // and from here on nobody needs the query
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            float top = NO_SCORE;
+            for (int w = 0; w < CONSUMER_WARPS; ++w) top = fmaxf(top, scalars.maximum[w][8 * n + 2 * t + e]);
+            factor[n][e] = weight(softmax.maximum[n][e], top);
+        }
+    // One warp after the other, so that the order of the sum is always the same
+    for (int turn = 0; turn < CONSUMER_WARPS; ++turn) {
+        if (turn == warp) {
+#pragma unroll
+            for (int m = 0; m < OUTPUT_TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < TILES; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        float& place = merged[(8 * n + 2 * t + i % 2) * MERGE_PITCH + 16 * m + 8 * (i / 2) + g];
+                        const float x = softmax.output[m][n][i] * factor[n][i % 2];
+                        place = turn == 0 ? x : place + x;
+                    }
+        }
+        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+    }
+}
+
+__device__ __forceinline__ void merged_stats(const Scalars& scalars, int column, float& maximum, float& sum) {
+    maximum = NO_SCORE;
+    sum = 0.f;
+    for (int w = 0; w < CONSUMER_WARPS; ++w) maximum = fmaxf(maximum, scalars.maximum[w][column]);
+    for (int w = 0; w < CONSUMER_WARPS; ++w)
+        sum = fmaf(scalars.sum[w][column], weight(scalars.maximum[w][column], maximum), sum);
+}
+
+// Four channels of one query row's final output, and its log-sum-exp. sum carries 2^CHUNK_FOLD, as x does.
+__device__ __forceinline__ void write_output(const Parameters& p, const Segment& segment, const Scalars& scalars,
+                                             const Column& column, int output_column, int channel, const float (&x)[4],
+                                             float maximum, float sum) {
+    const float inverse = sum > 0.f ? 1.f / sum : sum == 0.f ? 0.f : sum;  // NaN stays
+    uint32_t* target =
+        reinterpret_cast<uint32_t*>(p.output + column.offset(p, segment, p.output_stride) + channel);
+    target[0] = model_pair(x[0] * inverse, x[1] * inverse);
+    target[1] = model_pair(x[2] * inverse, x[3] * inverse);
+    if (p.lse != nullptr && channel == 0) {
+        const float shift = p.score_cap > 0.f ? 0.f : scalars.shift[output_column];
+        const int64_t row = (static_cast<int64_t>(segment.row) * p.num_tokens + column.token) * (p.heads * p.group) +
+                            segment.head * p.group + column.head;
+        const float lse = sum == 0.f ? NO_SCORE : maximum + log2f(sum) - CHUNK_FOLD + shift;
+        p.lse[row] = lse * 0.69314718055994531f;
+    }
+}
+
+constexpr int CHANNEL_QUADS = HEAD_DIM / 4;
+
+__device__ __forceinline__ void write_partial(const Parameters& p, const Segment& segment, const Scalars& scalars,
+                                              const float* merged, int thread) {
+    for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
+        const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
+        const int64_t place = segment.part * COLUMNS + column;
+        *reinterpret_cast<Words4*>(p.partial_output + place * HEAD_DIM + channel) =
+            *reinterpret_cast<const Words4*>(merged + column * COLUMN_STEP * MERGE_PITCH + channel);
+        if (channel == 0) {
+            float maximum, sum;
+            merged_stats(scalars, column * COLUMN_STEP, maximum, sum);
+            p.partial_stats[2 * place] = maximum;
+            p.partial_stats[2 * place + 1] = sum;
+        }
+    }
+}
+
+// Joins all parts of a tile in their order.
+__device__ __forceinline__ void combine_parts(const Parameters& p, const Segment& segment, const Scalars& scalars,
+                                              int thread) {
+    constexpr int AT_ONCE = 8;  // loads in flight
+    for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
+        const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
+        const Column target(p, segment, column * COLUMN_STEP);
+        if (target.token < 0) continue;
+        float maximum = NO_SCORE, sum = 0.f, output[4] = {};
+        for (int first = 0; first < segment.parts; first += AT_ONCE) {
+            float stats[AT_ONCE][2], x[AT_ONCE][4];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                stats[j][0] = NO_SCORE;
+                stats[j][1] = x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
+                if (first + j < segment.parts) {
+                    const int64_t place = (segment.first_part + first + j) * COLUMNS + column;
+                    load_l2(stats[j], p.partial_stats + 2 * place);
+                    load_l2(x[j], p.partial_output + place * HEAD_DIM + channel);
+                }
+            }
+            float top = maximum;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) top = fmaxf(top, stats[j][0]);
+            const float rescale = weight(maximum, top);
+            maximum = top;
+            sum *= rescale;
+#pragma unroll
+            for (int k = 0; k < 4; ++k) output[k] *= rescale;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const float factor = weight(stats[j][0], top);
+                sum = fmaf(stats[j][1], factor, sum);
+#pragma unroll
+                for (int k = 0; k < 4; ++k) output[k] = fmaf(x[j][k], factor, output[k]);
+            }
+        }
+        write_output(p, segment, scalars, target, column * COLUMN_STEP, channel, output, maximum, sum);
+    }
+}
+
+__device__ __forceinline__ void finish_segment(const Parameters& p, const Segment& segment, const Softmax& softmax,
+                                               uint8_t* shared, Scalars& scalars, int warp, int lane) {
+    const int thread = 32 * warp + lane;
+    float* merged = reinterpret_cast<float*>(shared + SHARED_QUERY);
+    merge_warps(softmax, merged, scalars, warp, lane);
+    if (segment.parts == 1) {
+        for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
+            const int column = i / CHANNEL_QUADS * COLUMN_STEP, channel = 4 * (i % CHANNEL_QUADS);
+            const Column target(p, segment, column);
+            if (target.token < 0) continue;
+            float maximum, sum, x[4];
+            merged_stats(scalars, column, maximum, sum);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[k] = merged[column * MERGE_PITCH + channel + k];
+            write_output(p, segment, scalars, target, column, channel, x, maximum, sum);
+        }
+    } else {
+        write_partial(p, segment, scalars, merged, thread);
+        __threadfence();
+        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+        if (thread == 0) {
+            const int before = atomicAdd(p.arrived + segment.tile, 1);
+            scalars.is_last = before == segment.parts - 1;
+            if (scalars.is_last) p.arrived[segment.tile] = 0;  // for the next launch
+        }
+        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+        if (scalars.is_last) {
+            __threadfence();
+            combine_parts(p, segment, scalars, thread);
+        }
+    }
+    named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);  // the next segment overwrites all this
+}
+
+__device__ __forceinline__ void run_consumer(const Parameters& p, Work& work, uint8_t* shared, Scalars& scalars, int warp,
+                                             int lane) {
+    const int pair = warp / 2, half = warp % 2;
+    Ring ring;
+    while (!work.done()) {
+        RowState state;
+        RowUnits units;
+        const Segment segment = work.next(p.rows, p.window, p.sink_tokens, state, units);
+        const float* key_mean = p.key_mean == nullptr ? nullptr : p.key_mean + segment.head * HEAD_DIM;
+        for (int column = warp * COLUMN_STEP; column < 8 * TILES; column += CONSUMER_WARPS * COLUMN_STEP) {
+            const Column row(p, segment, column);
+            const bool used = row.token >= 0 && state.length > 0;  // nothing is read for a padding row
+            const uint16_t* raw = used ? p.query + row.offset(p, segment, p.query_stride) : nullptr;
+            prepare_query_row(raw, key_mean, p.score_scale, column, shared, scalars, lane);
+        }
+        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+
+        Softmax softmax;
+        softmax.clear();
+        const int first = ring.unit, count = segment.unit_end - segment.unit_begin;
+        bool pages_finished = false;
+        for (int i = pair; i < count; i += PAIRS) {
+            const int unit = segment.unit_begin + i;
+            ring.unit = first + i;
+            const int slot = ring.slot();
+            mbarrier_wait(shared_address(&scalars.full[slot]), ring.parity());
+            const uint8_t* data = shared + slot * SLOT_BYTES;
+            if (unit < units.pages) {
+                attend_page(p, segment, state, units, unit, data, shared, scalars, half, lane, softmax);
+            } else {
+                if (!pages_finished) softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
+                pages_finished = true;
+                attend_chunk(p, segment, state, units, unit, data, scalars, half, lane, softmax);
+            }
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&scalars.empty[slot]));
+        }
+        ring.unit = first + count;
+        if (!pages_finished) softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
+        finish_segment(p, segment, softmax, shared, scalars, warp, lane);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BD_MIN_CTAS)
+    decode(const uint8_t* pages, const uint16_t* means, uint16_t* tail, const uint16_t* sink, const uint16_t* query,
+           const uint16_t* new_keys, const uint16_t* new_values, uint16_t* output, float* lse, const float* key_mean,
+           const RowState* rows, const int* item_prefix, const void* table, float* partial_output, float* partial_stats,
+           int* arrived, int64_t query_row, int64_t query_token, int64_t query_head, int64_t key_row, int64_t key_token,
+           int64_t key_head, int64_t value_row, int64_t value_token, int64_t value_head, int64_t output_row,
+           int64_t output_token, int64_t output_head, int64_t page_stride, int64_t table_stride, int num_rows,
+           int num_tokens, int heads, int group, int table_is_64, int window, int sink_tokens, int granule,
+           float score_scale, float score_cap, float fold, float tau) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    Scalars& scalars = *reinterpret_cast<Scalars*>(shared + SHARED_SCALARS);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Parameters p = {pages,
+                          means,
+                          tail,
+                          sink,
+                          query,
+                          new_keys,
+                          new_values,
+                          output,
+                          lse,
+                          key_mean,
+                          rows,
+                          item_prefix,
+                          table,
+                          partial_output,
+                          partial_stats,
+                          arrived,
+                          {query_row, query_token, query_head},
+                          {key_row, key_token, key_head},
+                          {value_row, value_token, value_head},
+                          {output_row, output_token, output_head},
+                          page_stride,
+                          table_stride,
+                          num_rows,
+                          num_tokens,
+                          heads,
+                          group,
+                          (group * num_tokens + COLUMNS - 1) / COLUMNS,
+                          table_is_64,
+                          window,
+                          sink_tokens,
+                          granule,
+                          score_scale,
+                          score_cap,
+                          fold,
+                          tau};
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < SLOTS; ++i) {
+            mbarrier_init(shared_address(&scalars.full[i]), 1);
+            mbarrier_init(shared_address(&scalars.empty[i]), 2);
+        }
+        mbarrier_init_fence();
+    }
+    __syncthreads();
+    Work work(item_prefix, num_rows, heads, p.column_groups, granule);
+    if (warp == CONSUMER_WARPS)
+        run_loader(p, work, shared_address(shared), scalars, lane);
+    else
+        run_consumer(p, work, shared, scalars, warp, lane);
+}

@@ -1,0 +1,136 @@
+"""Shape of the decode kernel for each architecture, format, head_dim and number of query rows: one place to tune."""
+
+from dataclasses import dataclass
+
+from bitdecoding.errors import UnsupportedError
+from bitdecoding.kernels.layout import ArchFamily, PageLayout, cuda_constants
+from bitdecoding.recipe import PAGE_SIZE, Arithmetic
+
+__all__ = ["COLUMN_TILE", "DecodeConfig", "DecodeShape", "choose_config", "choose_shape"]
+
+COLUMN_TILE = 8
+"""Columns of a tensor-core tile."""
+_CHUNK_TOKENS = 32
+_SHARED_PER_SM = {ArchFamily.SM90: 228 * 1024, ArchFamily.SM120: 100 * 1024}
+_SHARED_RESERVED = 1024
+"""Taken from every CTA by the system."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What a decode kernel is compiled for.
+
+    Attributes:
+        layout: of the pages.
+        native: query and probabilities in FP4.
+        centered: pages hold keys less their mean.
+        rotate: keys are rotated.
+        bf16: the model's dtype is BF16, else FP16.
+        tiles: column tiles of the output.
+        query_tiles: column tiles of the first product; native ones hold two columns a query row.
+    """
+
+    layout: PageLayout
+    native: bool
+    centered: bool
+    rotate: bool
+    bf16: bool
+    tiles: int
+    query_tiles: int
+
+    @property
+    def columns(self) -> int:
+        """Query rows (heads of a group times new tokens) that are read together."""
+        return COLUMN_TILE * self.query_tiles // 2 if self.native else COLUMN_TILE * self.tiles
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a decode kernel fills a multiprocessor.
+
+    Attributes:
+        pairs: pairs of consumer warps.
+        slots: units in flight, a multiple of ``pairs``.
+        min_ctas: CTAs a multiprocessor.
+    """
+
+    pairs: int
+    slots: int
+    min_ctas: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA: the consumers and the loader."""
+        return 64 * self.pairs + 32
+
+    def shared_bytes(self, shape: DecodeShape) -> int:
+        """Dynamic shared memory of a CTA; the kernel asserts that it counts the same (decode_config.cuh)."""
+        row = 2 * shape.layout.head_dim
+        page = shape.layout.value_scales.end
+        slot = _align(max(page + row * shape.centered, 2 * _CHUNK_TOKENS * (row + 16)), 128)
+        fragments = 4 * shape.query_tiles * shape.layout.head_dim * 4
+        columns = COLUMN_TILE * shape.tiles
+        merge = 4 * columns * (shape.layout.head_dim + 4)
+        query = max(fragments * (2 if shape.centered else 1), merge)
+        scalars = 16 * self.slots + 4 * COLUMN_TILE * shape.query_tiles + 4 * columns + 16 * self.pairs * columns + 4
+        return self.slots * slot + query + _align(scalars, 8)
+
+    def defines(self, shape: DecodeShape) -> dict[str, int]:
+        """Macros to compile with."""
+        return {
+            **cuda_constants(shape.layout),
+            "BD_NATIVE": int(shape.native),
+            "BD_CENTERED": int(shape.centered),
+            "BD_ROTATE": int(shape.rotate),
+            "BD_BF16": int(shape.bf16),
+            "BD_TILES": shape.tiles,
+            "BD_QUERY_TILES": shape.query_tiles,
+            "BD_PAIRS": self.pairs,
+            "BD_SLOTS": self.slots,
+            "BD_MIN_CTAS": self.min_ctas,
+            "BD_SHARED_BYTES": self.shared_bytes(shape),
+        }
+
+
+def _align(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+def choose_shape(
+    layout: PageLayout, arithmetic: Arithmetic, *, centered: bool, rotate: bool, bf16: bool, query_rows: int
+) -> DecodeShape:
+    """The kernel for this many query rows a KV head (group · new tokens); more than it takes are read in turns."""
+    if arithmetic is Arithmetic.NATIVE:
+        tiles, query_tiles = (1, 1) if query_rows <= COLUMN_TILE // 2 else (1, 2)
+        return DecodeShape(layout, True, centered, rotate, bf16, tiles, query_tiles)
+    most = 1 if layout.head_dim == 256 else 3
+    tiles = min(most, -(-query_rows // COLUMN_TILE))
+    return DecodeShape(layout, False, centered, rotate, bf16, tiles, tiles)
+
+
+def choose_config(shape: DecodeShape) -> DecodeConfig:
+    """The tuned shape of a kernel: as many slots as shared memory holds for the wanted CTAs.
+
+    Raises:
+        UnsupportedError: not even one unit a pair fits.
+    """
+    arch, dim = shape.layout.arch, shape.layout.head_dim
+    if arch is ArchFamily.SM120:
+        pairs, min_ctas = 2, 1
+    elif dim == 256 or shape.query_tiles > 1:
+        pairs, min_ctas = 3, 1  # 7 warps: the most that may have 255 registers a thread
+    else:
+        pairs, min_ctas = 2, 2
+    most = 12
+    budget = _SHARED_PER_SM[arch] // min_ctas - _SHARED_RESERVED
+    for slots in range(most - most % pairs, 0, -pairs):
+        config = DecodeConfig(pairs, slots, min_ctas)
+        if config.shared_bytes(shape) <= budget:
+            return config
+    raise UnsupportedError(f"head_dim: a page of {dim} channels does not fit the shared memory of {arch.value}")
+
+
+def max_units(length: int, sink_tokens: int) -> int:
+    """Units of work of a row of at most ``length`` tokens (schedule.cuh: pages, then 16-bit chunks)."""
+    chunks = -(-sink_tokens // _CHUNK_TOKENS) + -(-(PAGE_SIZE + _CHUNK_TOKENS) // _CHUNK_TOKENS) + 1
+    return length // PAGE_SIZE + chunks
