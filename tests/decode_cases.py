@@ -325,7 +325,8 @@ def segments(case: Case, row: int, tile: int, column_groups: int, cut: Cut, unit
         return [(i * granule, min(units, (i + 1) * granule)) for i in range(items)]
     first, total = prefix[row] * tiles + tile * items, prefix[-1] * tiles
     used = min(cut.ctas, total)
-    edges = sorted({first, first + items} | {c * total // used for c in range(used)})
+    share, larger = divmod(total, used)
+    edges = sorted({first, first + items} | {c * share + min(c, larger) for c in range(used)})
     inside = [edge - first for edge in edges if first <= edge <= first + items]
     return [(a, min(units, b)) for a, b in pairwise(inside)]
 

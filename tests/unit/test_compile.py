@@ -172,9 +172,7 @@ def test_decoders_agree_with_the_bit_order(arch: ArchFamily) -> None:
             for (unsigned int code = 0; code < 16; ++code) {{
                 const unsigned int mine = 1u << SIGNS[i] | 7u << MAGNITUDES[i];
                 const unsigned int word = (others & ~mine) | (code >> 3) << SIGNS[i] | (code & 7) << MAGNITUDES[i];
-                unsigned int pairs[4] = {{}};
-                {decode}(word, pairs);
-                const unsigned int half = i < 4 ? pairs[i] & 0xFFFF : pairs[i - 4] >> 16;
+                const unsigned int pair = {decode}(word, i % 4), half = i < 4 ? pair & 0xFFFF : pair >> 16;
                 if (half != ((code >> 3) << 15 | (code & 7) << 9)) return false;
             }}
         return true;

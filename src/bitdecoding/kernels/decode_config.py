@@ -11,6 +11,8 @@ __all__ = ["COLUMN_TILE", "DecodeConfig", "DecodeShape", "choose_config", "choos
 COLUMN_TILE = 8
 """Columns of a tensor-core tile."""
 _CHUNK_TOKENS = 32
+_TASK_BYTES = 96
+"""Of a struct Task (decode_work.cuh)."""
 _SHARED_PER_SM = {ArchFamily.SM90: 228 * 1024, ArchFamily.SM120: 100 * 1024}
 _SHARED_RESERVED = 1024
 """Taken from every CTA by the system."""
@@ -52,11 +54,13 @@ class DecodeConfig:
         pairs: pairs of consumer warps.
         slots: units in flight, a multiple of ``pairs``.
         min_ctas: CTAs a multiprocessor.
+        in_turns: row tiles (of 4 of keys, head_dim / 16 of values) whose products a warp interleaves: 1, 2 or 4.
     """
 
     pairs: int
     slots: int
     min_ctas: int
+    in_turns: int = 2
 
     @property
     def threads(self) -> int:
@@ -66,14 +70,12 @@ class DecodeConfig:
     def shared_bytes(self, shape: DecodeShape) -> int:
         """Dynamic shared memory of a CTA; the kernel asserts that it counts the same (decode_config.cuh)."""
         row = 2 * shape.layout.head_dim
-        page = shape.layout.value_scales.end
-        slot = _align(max(page + row * shape.centered, 2 * _CHUNK_TOKENS * (row + 16)), 128)
-        fragments = 4 * shape.query_tiles * shape.layout.head_dim * 4
+        slot = _align(max(shape.layout.value_scales.end, 2 * _CHUNK_TOKENS * (row + 16)), 128)
+        query = shape.query_tiles * shape.layout.head_dim * 16
         columns = COLUMN_TILE * shape.tiles
-        merge = 4 * columns * (shape.layout.head_dim + 4)
-        query = max(fragments * (2 if shape.centered else 1), merge)
-        scalars = 16 * self.slots + 4 * COLUMN_TILE * shape.query_tiles + 4 * columns + 16 * self.pairs * columns + 4
-        return self.slots * slot + query + _align(scalars, 8)
+        floats = COLUMN_TILE * shape.query_tiles + columns + 4 * self.pairs * columns
+        floats += self.slots * columns if shape.centered else 1
+        return self.slots * slot + query + _align(16 * self.slots + 32 + 2 * _TASK_BYTES + 4 * floats + 4, 16)
 
     def defines(self, shape: DecodeShape) -> dict[str, int]:
         """Macros to compile with."""
@@ -88,6 +90,7 @@ class DecodeConfig:
             "BD_PAIRS": self.pairs,
             "BD_SLOTS": self.slots,
             "BD_MIN_CTAS": self.min_ctas,
+            "BD_IN_TURNS": self.in_turns,
             "BD_SHARED_BYTES": self.shared_bytes(shape),
         }
 
@@ -115,16 +118,17 @@ def choose_config(shape: DecodeShape) -> DecodeConfig:
         UnsupportedError: not even one unit a pair fits.
     """
     arch, dim = shape.layout.arch, shape.layout.head_dim
-    if arch is ArchFamily.SM120:
-        pairs, min_ctas = 2, 1
-    elif dim == 256 or shape.query_tiles > 1:
-        pairs, min_ctas = 3, 1  # 7 warps: the most that may have 255 registers a thread
-    else:
-        pairs, min_ctas = 2, 2
+    pairs, min_ctas, in_turns = 2, 1, 4
+    if arch is ArchFamily.SM90 and dim == 256:
+        pairs = 4 if shape.query_tiles == 1 else 3
+    elif arch is ArchFamily.SM90 and shape.query_tiles > 1:
+        pairs = 3  # 7 warps: the most that may have 255 registers a thread
+    elif arch is ArchFamily.SM90:
+        min_ctas = 3
     most = 12
     budget = _SHARED_PER_SM[arch] // min_ctas - _SHARED_RESERVED
     for slots in range(most - most % pairs, 0, -pairs):
-        config = DecodeConfig(pairs, slots, min_ctas)
+        config = DecodeConfig(pairs, slots, min_ctas, in_turns)
         if config.shared_bytes(shape) <= budget:
             return config
     raise UnsupportedError(f"head_dim: a page of {dim} channels does not fit the shared memory of {arch.value}")

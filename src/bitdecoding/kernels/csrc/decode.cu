@@ -67,6 +67,21 @@ __device__ __forceinline__ int chunk_start(const RowUnits& units, int unit) {
                                      : units.recent_start + (chunk - units.sink_chunks) * CHUNK_TOKENS;
 }
 
+// The query row in an output column: its token among the step's, or -1 for a column without one.
+struct Column {
+    int token, head;  // head: of the group
+    __device__ __forceinline__ Column(const Parameters& p, const Segment& segment, int column) {
+        const int row = segment.column_group * COLUMNS + column / COLUMN_STEP;
+        const bool used = column % COLUMN_STEP == 0 && row < p.num_tokens * p.group;
+        token = used ? row / p.group : -1;
+        head = used ? row % p.group : 0;
+    }
+    __device__ __forceinline__ int64_t offset(const Parameters& p, const Segment& segment, const Strided& stride) const {
+        return segment.row * stride.row + token * stride.token +
+               static_cast<int64_t>(segment.head * p.group + head) * stride.head;
+    }
+};
+
 // --- Loader
 
 struct Ring {
@@ -74,6 +89,13 @@ struct Ring {
     __device__ __forceinline__ int slot() const { return unit % SLOTS; }
     __device__ __forceinline__ uint32_t parity() const { return (unit / SLOTS) & 1; }
 };
+
+// The slot of the ring's next unit, when its consumers have let it go.
+__device__ __forceinline__ int wait_for_slot(const Ring& ring, Scalars& scalars) {
+    const int slot = ring.slot();
+    if (ring.unit >= SLOTS) mbarrier_wait(shared_address(&scalars.empty[slot]), ring.parity() ^ 1);
+    return slot;
+}
 
 // Where a recent token lies: among the step's new ones or in the tail ring. values: 0 keys, 1 values.
 __device__ __forceinline__ const uint16_t* recent_token(const Parameters& p, const RowState& state, int row, int head,
@@ -121,55 +143,126 @@ __device__ __forceinline__ void load_chunk(const Parameters& p, const Segment& s
     }
 }
 
-__device__ __forceinline__ void run_loader(const Parameters& p, Work& work, uint32_t slots, Scalars& scalars, int lane) {
+// Base-2 scores of page means: BF16 products of the rotated query with the mean, which a page's keys lack. The loader
+// has the time for it.
+struct MeanScores {
+    uint32_t query[8 * TILES][LANE_CHANNELS / 2];  // BF16 pairs of the lane's channels
+    uint32_t mean[LANE_CHANNELS / 2];              // of the page loaded last
+    int slot;                                      // where it lies, or -1
+
+    __device__ __forceinline__ void start_segment(const Parameters& p, const Segment& segment, int lane) {
+#pragma unroll
+        for (int column = 0; column < 8 * TILES; column += COLUMN_STEP) {
+            const Column row(p, segment, column);
+            float x[LANE_CHANNELS] = {};
+            if (row.token >= 0) {
+                load_row(p.query + row.offset(p, segment, p.query_stride), lane, x);
+                if (BD_ROTATE) warp_hadamard<HEAD_DIM>(x, lane);
+            }
+#pragma unroll
+            for (int i = 0; i < LANE_CHANNELS / 2; ++i) query[column][i] = f32x2_to_bf16x2(x[2 * i], x[2 * i + 1]);
+        }
+    }
+
+    __device__ __forceinline__ void load(const uint16_t* page_mean, int of_slot, int lane) {
+        slot = of_slot;
+#pragma unroll
+        for (int i = 0; i < LANE_CHANNELS / 2; ++i)
+            mean[i] = reinterpret_cast<const uint32_t*>(page_mean)[lane * (LANE_CHANNELS / 2) + i];
+    }
+
+    // Scores of the page loaded last, and the arrival that its slot still waits for.
+    __device__ __forceinline__ void finish(const Parameters& p, Scalars& scalars, int lane) {
+        if (slot < 0) return;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n) {
+            float sum[8] = {};
+#pragma unroll
+            for (int column = 0; column < 8; column += COLUMN_STEP)
+#pragma unroll
+                for (int i = 0; i < LANE_CHANNELS / 2; ++i) {
+                    const uint32_t q = query[8 * n + column][i];
+                    sum[column] = fmaf(bits_to_f32(q << 16), bits_to_f32(mean[i] << 16), sum[column]);
+                    sum[column] = fmaf(bits_to_f32(q & 0xFFFF0000u), bits_to_f32(mean[i] & 0xFFFF0000u), sum[column]);
+                }
+            // Sums over the warp: in each of three exchanges a lane gives away half of its columns
+#pragma unroll
+            for (int d = 4; d > 0; d /= 2)
+#pragma unroll
+                for (int k = 0; k < d; ++k) {
+                    const bool upper = lane & (4 * d);
+                    const float mine = upper ? sum[k + d] : sum[k], other = upper ? sum[k] : sum[k + d];
+                    sum[k] = mine + __shfl_xor_sync(0xFFFFFFFFu, other, 4 * d);
+                }
+            sum[0] += __shfl_xor_sync(0xFFFFFFFFu, sum[0], 2);
+            sum[0] += __shfl_xor_sync(0xFFFFFFFFu, sum[0], 1);
+            if (lane % 4 == 0) scalars.mean[slot][8 * n + lane / 4] = sum[0] * p.score_scale;
+        }
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&scalars.full[slot]));
+        slot = -1;
+    }
+};
+
+// Arrivals that fill a slot: of the copy, and with page-centred keys of the mean's scores.
+constexpr int FULL_ARRIVALS = CENTERED ? 2 : 1;
+
+__device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, Scalars& scalars, int lane) {
+    Work work(p.item_prefix, p.rows, p.num_rows, p.heads, p.column_groups, p.granule);
     Ring ring;
-    while (!work.done()) {
-        RowState state;
-        RowUnits units;
-        const Segment segment = work.next(p.rows, p.window, p.sink_tokens, state, units);
+    MeanScores means;
+    means.slot = -1;
+    for (int count = 0;; ++count) {
+        Task task;
+        task.segment.row = -1;
+        const bool done = work.done();
+        if (!done) task = work.next(p.window, p.sink_tokens);
+        const int place = count % 2;
+        if (count >= 2) mbarrier_wait(shared_address(&scalars.task_empty[place]), (count / 2 - 1) & 1);
+        if (lane == 0) {
+            scalars.tasks[place] = task;
+            mbarrier_arrive(shared_address(&scalars.task_full[place]));
+        }
+        if (done) return;
+        const RowState& state = task.state;
+        const RowUnits& units = task.units;
+        const Segment& segment = task.segment;
         int64_t blocks = 0;  // of 32 pages, one a lane
         for (int unit = segment.unit_begin; unit < segment.unit_end; ++unit, ++ring.unit) {
             const Unit kind = kind_of(units, unit);
             const int ahead = (unit - segment.unit_begin) % 32;
             if (kind == Unit::page && ahead == 0 && unit + lane < min(units.pages, segment.unit_end))
                 blocks = p.block(segment.row, units.first_page + unit + lane);
-            const int slot = ring.slot();
-            if (ring.unit >= SLOTS) mbarrier_wait(shared_address(&scalars.empty[slot]), ring.parity() ^ 1);
+            const int slot = wait_for_slot(ring, scalars);
             const uint32_t full = shared_address(&scalars.full[slot]), target = slots + slot * SLOT_BYTES;
             if (kind == Unit::page) {
                 const int64_t block = __shfl_sync(0xFFFFFFFFu, blocks, ahead);
                 if (lane == 0) {
-                    mbarrier_arrive_expect(full, KV_BLOCKS_BYTES + (CENTERED ? ROW_BYTES : 0));
+                    mbarrier_arrive_expect(full, KV_BLOCKS_BYTES);
                     bulk_copy(target, p.pages + block * p.page_stride + static_cast<int64_t>(segment.head) * PAGE_BYTES,
                               KV_BLOCKS_BYTES, full);
-                    if (CENTERED)
-                        bulk_copy(target + MEAN_OFFSET, p.means + (block * p.heads + segment.head) * HEAD_DIM, ROW_BYTES,
-                                  full);
+                }
+                if (CENTERED) {
+                    if (unit == segment.unit_begin) means.start_segment(p, segment, lane);
+                    means.finish(p, scalars, lane);  // of the page before, whose mean has come by now
+                    means.load(p.means + (block * p.heads + segment.head) * HEAD_DIM, slot, lane);
                 }
             } else {
                 load_chunk(p, segment, state, kind, chunk_start(units, unit), target, full, lane);
+                if (CENTERED && lane == 0) mbarrier_arrive(full);
+                if (CENTERED) means.finish(p, scalars, lane);
             }
             __syncwarp();
+        }
+        if (CENTERED) means.finish(p, scalars, lane);
+        for (int i = 0; i < SCRATCH_UNITS; ++i, ++ring.unit) {
+            const int slot = wait_for_slot(ring, scalars);
+            if (lane < FULL_ARRIVALS) mbarrier_arrive(shared_address(&scalars.full[slot]));
         }
     }
 }
 
 // --- Consumers
-
-// The query row in an output column: its token among the step's, or -1 for a column without one.
-struct Column {
-    int token, head;  // head: of the group
-    __device__ __forceinline__ Column(const Parameters& p, const Segment& segment, int column) {
-        const int row = segment.column_group * COLUMNS + column / COLUMN_STEP;
-        const bool used = column % COLUMN_STEP == 0 && row < p.num_tokens * p.group;
-        token = used ? row / p.group : -1;
-        head = used ? row % p.group : 0;
-    }
-    __device__ __forceinline__ int64_t offset(const Parameters& p, const Segment& segment, const Strided& stride) const {
-        return segment.row * stride.row + token * stride.token +
-               static_cast<int64_t>(segment.head * p.group + head) * stride.head;
-    }
-};
 
 __device__ __forceinline__ float capped(const Parameters& p, float score) {
     // cap · tanh(score / cap), both in base 2
@@ -179,28 +272,29 @@ __device__ __forceinline__ float capped(const Parameters& p, float score) {
 
 // Scores of half a page from the products of its keys.
 __device__ __forceinline__ void page_scores(const Parameters& p, const uint8_t* page, const uint8_t* shared,
-                                            const Scalars& scalars, int half, int lane, float (&s)[KEY_TILES][TILES][4]) {
+                                            const Scalars& scalars, int slot, int half, int lane,
+                                            float (&s)[KEY_TILES][TILES][4]) {
     const int t = lane % 4;
-    float c[KEY_TILES][QUERY_TILES][4] = {};
+    float c[KEY_TILES / IN_TURNS][IN_TURNS][QUERY_TILES][4] = {};
     key_products(page, shared + SHARED_QUERY, half, lane, c);
-    float mean[QUERY_TILES][2] = {};
-    if (CENTERED) mean_products(page + MEAN_OFFSET, shared + SHARED_MEAN_QUERY, lane, mean);
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             if (COLUMN_STEP == 2 && e == 1) continue;
             const int q = NATIVE && COLUMN_STEP == 1 ? 2 * n + e : n;  // column tile of the first product
-            float offset = CENTERED ? mean[q][NATIVE ? 0 : e] * p.score_scale : 0.f;
+            float offset = CENTERED ? scalars.mean[slot][8 * n + 2 * t + e] : 0.f;
             if (p.score_cap > 0.f) offset += scalars.shift[8 * n + 2 * t + e];
             const float scale = scalars.query_scale[8 * q + 2 * t + (NATIVE ? 0 : e)];
             const float scale2 = NATIVE ? scalars.query_scale[8 * q + 2 * t + 1] : 0.f;
 #pragma unroll
             for (int i = 0; i < KEY_TILES; ++i)
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    s[i][n][2 * r + e] = NATIVE ? fmaf(c[i][q][2 * r], scale, fmaf(c[i][q][2 * r + 1], scale2, offset))
-                                                : fmaf(c[i][q][2 * r + e], scale, offset);
+                for (int r = 0; r < 2; ++r) {
+                    const float(&x)[4] = c[i / IN_TURNS][i % IN_TURNS][q];
+                    s[i][n][2 * r + e] = NATIVE ? fmaf(x[2 * r], scale, fmaf(x[2 * r + 1], scale2, offset))
+                                                : fmaf(x[2 * r + e], scale, offset);
+                }
         }
     if (p.score_cap > 0.f) {
 #pragma unroll
@@ -214,18 +308,17 @@ __device__ __forceinline__ void page_scores(const Parameters& p, const uint8_t* 
 }
 
 // Takes away what a column does not see of a page: 16-bit sink tokens, and tokens before its window.
-__device__ __forceinline__ void mask_page(const Parameters& p, const Segment& segment, const RowState& state,
-                                          const RowUnits& units, int page_index, int half, int lane,
+__device__ __forceinline__ void mask_page(const Parameters& p, const Task& task, int unit, int half, int lane,
                                           float (&s)[KEY_TILES][TILES][4]) {
     const int g = lane / 4, t = lane % 4;
-    const int start = page_index * PAGE_TOKENS + half * HALF_TOKENS;
+    const int start = (task.units.first_page + unit) * PAGE_TOKENS + half * HALF_TOKENS;
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 2 / COLUMN_STEP; ++e) {
-            const Column column(p, segment, 8 * n + 2 * t + e);
-            int low = units.sink_chunks > 0 ? p.sink_tokens : 0;
-            if (p.window > 0) low = max(low, state.length - p.num_tokens + column.token - p.window + 1);
+            const Column column(p, task.segment, 8 * n + 2 * t + e);
+            int low = task.units.sink_chunks > 0 ? p.sink_tokens : 0;
+            if (p.window > 0) low = max(low, task.state.length - p.num_tokens + column.token - p.window + 1);
 #pragma unroll
             for (int i = 0; i < KEY_TILES; ++i)
 #pragma unroll
@@ -234,14 +327,20 @@ __device__ __forceinline__ void mask_page(const Parameters& p, const Segment& se
         }
 }
 
-__device__ __forceinline__ void attend_page(const Parameters& p, const Segment& segment, const RowState& state,
-                                            const RowUnits& units, int unit, const uint8_t* page, const uint8_t* shared,
-                                            const Scalars& scalars, int half, int lane, Softmax& softmax) {
+// Units before this one are pages of which not every column sees everything.
+__device__ __forceinline__ int masked_pages(const Parameters& p, const Task& task) {
+    const int sink = task.units.sink_chunks > 0 ? p.sink_tokens : 0;
+    const int unseen = max(sink, p.window > 0 ? task.state.length - p.window : 0);
+    return (unseen + PAGE_TOKENS - 1) / PAGE_TOKENS - task.units.first_page;
+}
+
+__device__ __forceinline__ void attend_page(const Parameters& p, const Task& task, int unit, bool masked, int slot,
+                                            const uint8_t* shared, const Scalars& scalars, int half, int lane,
+                                            Softmax& softmax) {
+    const uint8_t* page = shared + slot * SLOT_BYTES;
     float s[KEY_TILES][TILES][4];
-    page_scores(p, page, shared, scalars, half, lane, s);
-    const int page_index = units.first_page + unit;
-    const int unseen = max(units.sink_chunks > 0 ? p.sink_tokens : 0, p.window > 0 ? state.length - p.window : 0);
-    if (page_index * PAGE_TOKENS < unseen) mask_page(p, segment, state, units, page_index, half, lane, s);
+    page_scores(p, page, shared, scalars, slot, half, lane, s);
+    if (masked) mask_page(p, task, unit, half, lane, s);
     uint32_t probabilities[TILES][KEY_TILES][2];
     if (NATIVE)
         page_probabilities_native(softmax, s, p.fold, p.tau, probabilities);
@@ -250,9 +349,11 @@ __device__ __forceinline__ void attend_page(const Parameters& p, const Segment& 
     value_products(page, half, lane, probabilities, softmax.output);
 }
 
-__device__ __forceinline__ void attend_chunk(const Parameters& p, const Segment& segment, const RowState& state,
-                                             const RowUnits& units, int unit, const uint8_t* chunk, const Scalars& scalars,
-                                             int half, int lane, Softmax& softmax) {
+__device__ __forceinline__ void attend_chunk(const Parameters& p, const Task& task, int unit, const uint8_t* chunk,
+                                             const Scalars& scalars, int half, int lane, Softmax& softmax) {
+    const Segment& segment = task.segment;
+    const RowState& state = task.state;
+    const RowUnits& units = task.units;
     const int g = lane / 4, t = lane % 4;
     const int start = chunk_start(units, unit);
     const int stop = kind_of(units, unit) == Unit::sink ? p.sink_tokens : state.length;
@@ -285,53 +386,13 @@ __device__ __forceinline__ void attend_chunk(const Parameters& p, const Segment&
     chunk_accumulate(softmax, s, chunk, half, lane);
 }
 
-// Sums of the CTA's warps: the output into the merge buffer, maximum and sum of a column for every thread that asks.
-__device__ __forceinline__ void merge_warps(const Softmax& softmax, float* merged, Scalars& scalars, int warp, int lane) {
-    const int g = lane / 4, t = lane % 4;
-    float factor[TILES][2];
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float sum = softmax.sum[n][e];
-#pragma unroll
-            for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
-            if (g == 0) {
-                scalars.maximum[warp][8 * n + 2 * t + e] = softmax.maximum[n][e];
-                scalars.sum[warp][8 * n + 2 * t + e] = sum;
-            }
-        }
-    named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);  // and from here on nobody needs the query
-#pragma unroll
-    for (int n = 0; n < TILES; ++n)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float top = NO_SCORE;
-            for (int w = 0; w < CONSUMER_WARPS; ++w) top = fmaxf(top, scalars.maximum[w][8 * n + 2 * t + e]);
-            factor[n][e] = weight(softmax.maximum[n][e], top);
-        }
-    // One warp after the other, so that the order of the sum is always the same
-    for (int turn = 0; turn < CONSUMER_WARPS; ++turn) {
-        if (turn == warp) {
-#pragma unroll
-            for (int m = 0; m < OUTPUT_TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        float& place = merged[(8 * n + 2 * t + i % 2) * MERGE_PITCH + 16 * m + 8 * (i / 2) + g];
-                        const float x = softmax.output[m][n][i] * factor[n][i % 2];
-                        place = turn == 0 ? x : place + x;
-                    }
-        }
-        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
-    }
-}
-
+// Maximum and sum of a column over the CTA's warps.
 __device__ __forceinline__ void merged_stats(const Scalars& scalars, int column, float& maximum, float& sum) {
     maximum = NO_SCORE;
     sum = 0.f;
+#pragma unroll
     for (int w = 0; w < CONSUMER_WARPS; ++w) maximum = fmaxf(maximum, scalars.maximum[w][column]);
+#pragma unroll
     for (int w = 0; w < CONSUMER_WARPS; ++w)
         sum = fmaf(scalars.sum[w][column], weight(scalars.maximum[w][column], maximum), sum);
 }
@@ -356,26 +417,10 @@ __device__ __forceinline__ void write_output(const Parameters& p, const Segment&
 
 constexpr int CHANNEL_QUADS = HEAD_DIM / 4;
 
-__device__ __forceinline__ void write_partial(const Parameters& p, const Segment& segment, const Scalars& scalars,
-                                              const float* merged, int thread) {
-    for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
-        const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
-        const int64_t place = segment.part * COLUMNS + column;
-        *reinterpret_cast<Words4*>(p.partial_output + place * HEAD_DIM + channel) =
-            *reinterpret_cast<const Words4*>(merged + column * COLUMN_STEP * MERGE_PITCH + channel);
-        if (channel == 0) {
-            float maximum, sum;
-            merged_stats(scalars, column * COLUMN_STEP, maximum, sum);
-            p.partial_stats[2 * place] = maximum;
-            p.partial_stats[2 * place + 1] = sum;
-        }
-    }
-}
-
 // Joins all parts of a tile in their order.
 __device__ __forceinline__ void combine_parts(const Parameters& p, const Segment& segment, const Scalars& scalars,
                                               int thread) {
-    constexpr int AT_ONCE = 8;  // loads in flight
+    constexpr int AT_ONCE = 16;  // loads in flight
     for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
         const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
         const Column target(p, segment, column * COLUMN_STEP);
@@ -413,24 +458,103 @@ __device__ __forceinline__ void combine_parts(const Parameters& p, const Segment
     }
 }
 
+// Query rows of a segment, each by one warp.
+__device__ __forceinline__ void prepare_query(const Parameters& p, const Task& task, uint8_t* shared, Scalars& scalars,
+                                              int warp, int lane) {
+    const Segment& segment = task.segment;
+    // Scores of the key mean: for true logits, and for 16-bit keys, from which it was not taken
+    const bool shifted = p.score_cap > 0.f || p.lse != nullptr || segment.unit_end > task.units.pages;
+    const float* key_mean = shifted && p.key_mean != nullptr ? p.key_mean + segment.head * HEAD_DIM : nullptr;
+#pragma unroll 1
+    for (int column = warp * COLUMN_STEP; column < 8 * TILES; column += CONSUMER_WARPS * COLUMN_STEP) {
+        const Column row(p, segment, column);
+        const bool used = row.token >= 0 && task.state.length > 0;  // nothing is read for a padding row
+        const uint16_t* raw = used ? p.query + row.offset(p, segment, p.query_stride) : nullptr;
+        prepare_query_row(raw, key_mean, p.score_scale, column, shared, scalars, lane);
+    }
+}
+
+// What the warps leave each other at the end of a segment. scratch: slots of the ring, four warps in each.
+struct Merge {
+    uint8_t* scratch[SCRATCH_UNITS];
+
+    __device__ __forceinline__ float* place(int warp, int column) const {
+        uint8_t* slot = scratch[0];
+#pragma unroll
+        for (int i = 1; i < SCRATCH_UNITS; ++i)
+            if (warp / MERGE_WARPS == i) slot = scratch[i];
+        return reinterpret_cast<float*>(slot) + ((warp % MERGE_WARPS) * 8 + column) * MERGE_PITCH;
+    }
+
+    __device__ __forceinline__ void put_stats(const Softmax& softmax, Scalars& scalars, int warp, int lane) const {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float sum = softmax.sum[n][e];
+#pragma unroll
+                for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, d);
+                if (g == 0) {
+                    scalars.maximum[warp][8 * n + 2 * t + e] = softmax.maximum[n][e];
+                    scalars.sum[warp][8 * n + 2 * t + e] = sum;
+                }
+            }
+    }
+
+    __device__ __forceinline__ void put_output(const Softmax& softmax, int n, int warp, int lane) const {
+        const int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int m = 0; m < OUTPUT_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                place(warp, 2 * t + i % 2)[16 * m + 8 * (i / 2) + g] = softmax.tile(m, n)[i];
+    }
+
+    // Four channels of a column of tile n, summed over the warps in their order.
+    __device__ __forceinline__ void take_output(const Scalars& scalars, int n, int column, int channel, float maximum,
+                                                float (&x)[4]) const {
+        x[0] = x[1] = x[2] = x[3] = 0.f;
+#pragma unroll
+        for (int w = 0; w < CONSUMER_WARPS; ++w) {
+            const float factor = weight(scalars.maximum[w][8 * n + column], maximum);
+            const Words4 part = *reinterpret_cast<const Words4*>(place(w, column) + channel);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[k] = fmaf(bits_to_f32(part.x[k]), factor, x[k]);
+        }
+    }
+};
+
 __device__ __forceinline__ void finish_segment(const Parameters& p, const Segment& segment, const Softmax& softmax,
-                                               uint8_t* shared, Scalars& scalars, int warp, int lane) {
+                                               const Merge& merge, Scalars& scalars, int warp, int lane) {
     const int thread = 32 * warp + lane;
-    float* merged = reinterpret_cast<float*>(shared + SHARED_QUERY);
-    merge_warps(softmax, merged, scalars, warp, lane);
-    if (segment.parts == 1) {
-        for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
-            const int column = i / CHANNEL_QUADS * COLUMN_STEP, channel = 4 * (i % CHANNEL_QUADS);
+    merge.put_stats(softmax, scalars, warp, lane);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n) {
+        if (n > 0) named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+        merge.put_output(softmax, n, warp, lane);
+        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+        for (int i = thread; i < 8 / COLUMN_STEP * CHANNEL_QUADS; i += CONSUMER_THREADS) {
+            const int in_tile = i / CHANNEL_QUADS * COLUMN_STEP, column = 8 * n + in_tile;
+            const int channel = 4 * (i % CHANNEL_QUADS);
             const Column target(p, segment, column);
             if (target.token < 0) continue;
             float maximum, sum, x[4];
             merged_stats(scalars, column, maximum, sum);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) x[k] = merged[column * MERGE_PITCH + channel + k];
-            write_output(p, segment, scalars, target, column, channel, x, maximum, sum);
+            merge.take_output(scalars, n, in_tile, channel, maximum, x);
+            if (segment.parts == 1) {
+                write_output(p, segment, scalars, target, column, channel, x, maximum, sum);
+            } else {
+                const int64_t place = segment.part * COLUMNS + column / COLUMN_STEP;
+                store_f32x4(p.partial_output + place * HEAD_DIM + channel, x);
+                if (channel == 0) {
+                    p.partial_stats[2 * place] = maximum;
+                    p.partial_stats[2 * place + 1] = sum;
+                }
+            }
         }
-    } else {
-        write_partial(p, segment, scalars, merged, thread);
+    }
+    if (segment.parts > 1) {
         __threadfence();
         named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
         if (thread == 0) {
@@ -447,46 +571,54 @@ __device__ __forceinline__ void finish_segment(const Parameters& p, const Segmen
     named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);  // the next segment overwrites all this
 }
 
-__device__ __forceinline__ void run_consumer(const Parameters& p, Work& work, uint8_t* shared, Scalars& scalars, int warp,
-                                             int lane) {
+__device__ __forceinline__ void run_consumer(const Parameters& p, uint8_t* shared, Scalars& scalars, int warp, int lane) {
     const int pair = warp / 2, half = warp % 2;
     Ring ring;
-    while (!work.done()) {
-        RowState state;
-        RowUnits units;
-        const Segment segment = work.next(p.rows, p.window, p.sink_tokens, state, units);
-        const float* key_mean = p.key_mean == nullptr ? nullptr : p.key_mean + segment.head * HEAD_DIM;
-        for (int column = warp * COLUMN_STEP; column < 8 * TILES; column += CONSUMER_WARPS * COLUMN_STEP) {
-            const Column row(p, segment, column);
-            const bool used = row.token >= 0 && state.length > 0;  // nothing is read for a padding row
-            const uint16_t* raw = used ? p.query + row.offset(p, segment, p.query_stride) : nullptr;
-            prepare_query_row(raw, key_mean, p.score_scale, column, shared, scalars, lane);
-        }
+    for (int task_count = 0;; ++task_count) {
+        mbarrier_wait(shared_address(&scalars.task_full[task_count % 2]), (task_count / 2) & 1);
+        // Left in shared memory, for the registers' sake
+        const Task& task = scalars.tasks[task_count % 2];
+        if (task.segment.row < 0) return;
+        const int first = ring.unit, pages = task.units.pages;
+        const int begin = task.segment.unit_begin, count = task.segment.unit_end - begin;
+        prepare_query(p, task, shared, scalars, warp, lane);
         named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
 
         Softmax softmax;
         softmax.clear();
-        const int first = ring.unit, count = segment.unit_end - segment.unit_begin;
-        bool pages_finished = false;
-        for (int i = pair; i < count; i += PAIRS) {
-            const int unit = segment.unit_begin + i;
+        const int masked = masked_pages(p, task);
+        int i = pair;
+        for (; begin + i < pages && i < count; i += PAIRS) {
             ring.unit = first + i;
             const int slot = ring.slot();
             mbarrier_wait(shared_address(&scalars.full[slot]), ring.parity());
-            const uint8_t* data = shared + slot * SLOT_BYTES;
-            if (unit < units.pages) {
-                attend_page(p, segment, state, units, unit, data, shared, scalars, half, lane, softmax);
-            } else {
-                if (!pages_finished) softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
-                pages_finished = true;
-                attend_chunk(p, segment, state, units, unit, data, scalars, half, lane, softmax);
-            }
+            attend_page(p, task, begin + i, begin + i < masked, slot, shared, scalars, half, lane, softmax);
             __syncwarp();
             if (lane == 0) mbarrier_arrive(shared_address(&scalars.empty[slot]));
         }
+        softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
+        for (; i < count; i += PAIRS) {
+            ring.unit = first + i;
+            const int slot = ring.slot();
+            mbarrier_wait(shared_address(&scalars.full[slot]), ring.parity());
+            attend_chunk(p, task, begin + i, shared + slot * SLOT_BYTES, scalars, half, lane, softmax);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&scalars.empty[slot]));
+        }
+        // Behind the barrier every earlier phase of every slot is over, so that waiting by parity is safe for all warps
+        named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
+        Merge merge;
         ring.unit = first + count;
-        if (!pages_finished) softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
-        finish_segment(p, segment, softmax, shared, scalars, warp, lane);
+#pragma unroll
+        for (int k = 0; k < SCRATCH_UNITS; ++k, ++ring.unit) {
+            const int slot = ring.slot();
+            mbarrier_wait(shared_address(&scalars.full[slot]), ring.parity());
+            merge.scratch[k] = shared + slot * SLOT_BYTES;
+        }
+        finish_segment(p, task.segment, softmax, merge, scalars, warp, lane);
+        if (warp < 2 && lane < SCRATCH_UNITS)
+            mbarrier_arrive(shared_address(&scalars.empty[(first + count + lane) % SLOTS]));
+        if (warp == 0 && lane == 0) mbarrier_arrive(shared_address(&scalars.task_empty[task_count % 2]));
     }
 }
 
@@ -539,15 +671,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BD_MIN_CTAS)
                           tau};
     if (threadIdx.x == 0) {
         for (int i = 0; i < SLOTS; ++i) {
-            mbarrier_init(shared_address(&scalars.full[i]), 1);
+            mbarrier_init(shared_address(&scalars.full[i]), FULL_ARRIVALS);
             mbarrier_init(shared_address(&scalars.empty[i]), 2);
+        }
+        for (int i = 0; i < 2; ++i) {
+            mbarrier_init(shared_address(&scalars.task_full[i]), 1);
+            mbarrier_init(shared_address(&scalars.task_empty[i]), 1);
         }
         mbarrier_init_fence();
     }
     __syncthreads();
-    Work work(item_prefix, num_rows, heads, p.column_groups, granule);
     if (warp == CONSUMER_WARPS)
-        run_loader(p, work, shared_address(shared), scalars, lane);
+        run_loader(p, shared_address(shared), scalars, lane);
     else
-        run_consumer(p, work, shared, scalars, warp, lane);
+        run_consumer(p, shared, scalars, warp, lane);
 }

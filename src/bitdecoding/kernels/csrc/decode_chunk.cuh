@@ -62,8 +62,8 @@ __device__ __forceinline__ void chunk_accumulate(Softmax& state, const float (&s
         ldmatrix_x4_transposed(v, values + 32 * m);
 #pragma unroll
         for (int n = 0; n < TILES; ++n) {
-            mma_model(state.output[m][n], v[0], v[2], v[1], v[3], high[n][0], high[n][1]);
-            mma_model(state.output[m][n], v[0], v[2], v[1], v[3], low[n][0], low[n][1]);
+            mma_model(state.tile(m, n), v[0], v[2], v[1], v[3], high[n][0], high[n][1]);
+            mma_model(state.tile(m, n), v[0], v[2], v[1], v[3], low[n][0], low[n][1]);
         }
     }
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "layout.cuh"
-#include "schedule.cuh"
+#include "decode_work.cuh"
 
 constexpr bool NATIVE = BD_NATIVE;       // query and probabilities in FP4
 constexpr bool CENTERED = BD_CENTERED;   // pages hold keys less the page's mean
@@ -29,26 +29,29 @@ constexpr int KV_BLOCKS_BYTES = BD_VALUE_SCALES + PAGE_TOKENS * HEAD_DIM / BLOCK
 constexpr int ROW_BYTES = 2 * HEAD_DIM;      // of a 16-bit token
 constexpr int ROW_PITCH = ROW_BYTES + 16;    // in shared memory: 4 banks on from row to row
 constexpr int CHUNK_VALUES = CHUNK_TOKENS * ROW_PITCH;  // offset of the values in a chunk
-constexpr int MEAN_OFFSET = KV_BLOCKS_BYTES;            // the page's mean follows the page
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int align_up(int bytes, int to) { return (bytes + to - 1) / to * to; }
 
-constexpr int SLOT_BYTES =
-    align_up(larger(KV_BLOCKS_BYTES + (CENTERED ? ROW_BYTES : 0), 2 * CHUNK_VALUES), 128);
-constexpr int FRAGMENT_WORDS = QUERY_TILES * HEAD_DIM * 4;  // of the rotated query: 8 columns of 16-bit a tile
-constexpr int MERGE_PITCH = HEAD_DIM + 4;                   // floats; conflict-free for accumulator fragments
+constexpr int SLOT_BYTES = align_up(larger(KV_BLOCKS_BYTES, 2 * CHUNK_VALUES), 128);
 
-// Offsets in dynamic shared memory. The merge buffer takes the place of the query, which is done with by then.
-constexpr int SHARED_QUERY = SLOTS * SLOT_BYTES;
-constexpr int SHARED_MEAN_QUERY = SHARED_QUERY + 4 * FRAGMENT_WORDS;
-constexpr int SHARED_SCALARS =
-    SHARED_QUERY + larger((CENTERED ? 8 : 4) * FRAGMENT_WORDS, 4 * 8 * TILES * MERGE_PITCH);
+// At the end of a segment the warps leave their sums of one column tile in slots of the ring, four warps in each.
+constexpr int MERGE_PITCH = HEAD_DIM + 4;  // floats; conflict-free for accumulator fragments
+constexpr int MERGE_WARPS = 4;
+constexpr int SCRATCH_UNITS = (CONSUMER_WARPS + MERGE_WARPS - 1) / MERGE_WARPS;
+static_assert(MERGE_WARPS * 8 * MERGE_PITCH * 4 <= SLOT_BYTES && SCRATCH_UNITS <= SLOTS, "merge scratch");
+
+// Offsets in dynamic shared memory
+constexpr int SHARED_QUERY = SLOTS * SLOT_BYTES;  // rotated query fragments: 8 columns of 16-bit a tile
+constexpr int SHARED_SCALARS = SHARED_QUERY + QUERY_TILES * HEAD_DIM * 16;
 
 struct Scalars {
     uint64_t full[SLOTS], empty[SLOTS];
-    float query_scale[8 * QUERY_TILES];           // base-2 score of one unit of a column's product
-    float shift[8 * TILES];                       // base-2 score of the key mean
+    uint64_t task_full[2], task_empty[2];
+    Task tasks[2];
+    float query_scale[8 * QUERY_TILES];  // base-2 score of one unit of a column's product
+    float shift[8 * TILES];              // base-2 score of the key mean
+    float mean[CENTERED ? SLOTS : 1][CENTERED ? 8 * TILES : 1];  // base-2 score of the mean of the page in a slot
     float maximum[CONSUMER_WARPS][8 * TILES], sum[CONSUMER_WARPS][8 * TILES];
     int is_last;
 };

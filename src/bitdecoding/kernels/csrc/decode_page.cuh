@@ -10,71 +10,86 @@ __device__ __forceinline__ uint32_t load_word(const uint8_t* p) { return *reinte
 __device__ __forceinline__ uint32_t load_half_word(const uint8_t* p) { return *reinterpret_cast<const uint16_t*>(p); }
 __device__ __forceinline__ Words4 load_words(const uint8_t* p) { return *reinterpret_cast<const Words4*>(p); }
 
-__device__ __forceinline__ uint32_t same_low(uint32_t pair) { return __byte_perm(pair, 0, 0x1010); }
-__device__ __forceinline__ uint32_t same_high(uint32_t pair) { return __byte_perm(pair, 0, 0x3232); }
-
 // 2^(byte - 127) of byte i. Byte 0 (2^-127) gives 0: it only occurs with codes whose products vanish in fp32.
 __device__ __forceinline__ float e8m0(uint32_t bytes, int i) {
     return bits_to_f32(((bytes >> (8 * i)) & 0xFF) << 23);
 }
 
-__device__ __forceinline__ void decode_words(const Words4& a, uint32_t (&h)[4][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (BD_HOPPER_BITS)
-            decode_e2m1(a.x[i], h[i]);
-        else
-            decode_e2m1_plain(a.x[i], h[i]);
+__device__ __forceinline__ uint32_t decode_pair(uint32_t word, int j) {
+    return BD_HOPPER_BITS ? decode_e2m1(word, j) : decode_e2m1_plain(word, j);
+}
+
+// Row tiles that are multiplied in turns, so that no product waits for the one before it.
+constexpr int IN_TURNS = BD_IN_TURNS;
+
+// Scales of one K step of a row tile, for a lane: of rows g and g + 8, each for the lane's words b = 0 and b = 1.
+// NVFP4: pairs of fp16. MXFP4: two E8M0 bytes.
+struct StepScales {
+    uint32_t row, row8;
+
+    StepScales() = default;
+    __device__ __forceinline__ StepScales(const uint8_t* of_row, const uint8_t* of_row8, int t) {
+        if (BD_NVFP4) {
+            // Blocks of 16: byte t/2 is that of the lane's word b = 0, byte 2 + t/2 that of b = 1
+            const uint32_t select = t / 2 ? 0x0031 : 0x0020;
+            row = e4m3x2_to_f16x2(__byte_perm(load_word(of_row), 0, select));
+            row8 = e4m3x2_to_f16x2(__byte_perm(load_word(of_row8), 0, select));
+        } else {
+            row = load_half_word(of_row);
+            row8 = load_half_word(of_row8);
+        }
     }
-}
+};
 
-// Multiplies A words 2b + r by the scales of their block and row. scales: 4 bytes of row g and of row g + 8.
-// select: picks the lane's blocks, that of word b = 0 and that of b = 1.
-__device__ __forceinline__ void scale_words(uint32_t (&h)[4][4], uint32_t scales, uint32_t scales8, uint32_t select) {
-    const uint32_t s = e4m3x2_to_f16x2(__byte_perm(scales, 0, select));
-    const uint32_t s8 = e4m3x2_to_f16x2(__byte_perm(scales8, 0, select));
-    const uint32_t factors[4] = {same_low(s), same_low(s8), same_high(s), same_high(s8)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) h[i][j] = mul_f16x2(h[i][j], factors[i]);
-}
-
-// c += A·B over one K step. b(tile, register, j): word j of B register 0 or 1 of a column tile.
+// c[i] += A[i]·B over one K step, for IN_TURNS row tiles. a: A words 2b + r. b(tile, register, j): word j of B register
+// 0 or 1 of a column tile.
 template <int N, class B>
-__device__ __forceinline__ void multiply_nvfp4(float (&c)[N][4], const uint32_t (&h)[4][4], const B& b) {
+__device__ __forceinline__ void multiply(float (&c)[IN_TURNS][N][4], const Words4 (&a)[IN_TURNS],
+                                         const StepScales (&scales)[IN_TURNS], const B& b) {
+    if (BD_NVFP4) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+        for (int j = 0; j < 4; ++j)
 #pragma unroll
-        for (int n = 0; n < N; ++n) mma_f16(c[n], h[0][j], h[1][j], h[2][j], h[3][j], b(n, 0, j), b(n, 1, j));
-}
-
-template <int N, class B>
-__device__ __forceinline__ void multiply_mxfp4(float (&c)[N][4], const uint32_t (&h)[4][4], uint32_t scales,
-                                               uint32_t scales8, const B& b) {
+            for (int i = 0; i < IN_TURNS; ++i) {
+                const uint32_t s = scales[i].row, s8 = scales[i].row8;
+                const uint32_t a0 = mul_f16x2(decode_pair(a[i].x[0], j), both_low(s));
+                const uint32_t a1 = mul_f16x2(decode_pair(a[i].x[1], j), both_low(s8));
+                const uint32_t a2 = mul_f16x2(decode_pair(a[i].x[2], j), both_high(s));
+                const uint32_t a3 = mul_f16x2(decode_pair(a[i].x[3], j), both_high(s8));
 #pragma unroll
-    for (int block = 0; block < 2; ++block) {
-        const float s = e8m0(scales, block), s8 = e8m0(scales8, block);
-        const auto& row = h[2 * block];
-        const auto& row8 = h[2 * block + 1];
+                for (int n = 0; n < N; ++n) mma_f16(c[i][n], a0, a1, a2, a3, b(n, 0, j), b(n, 1, j));
+            }
+    } else {
+        // One block of 32 at a time: its scales multiply the fp32 sum
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-            float sum[4] = {};
-            mma_f16(sum, row[0], row8[0], row[1], row8[1], b(n, block, 0), b(n, block, 1));
-            mma_f16(sum, row[2], row8[2], row[3], row8[3], b(n, block, 2), b(n, block, 3));
-            c[n][0] = fmaf(sum[0], s, c[n][0]);
-            c[n][1] = fmaf(sum[1], s, c[n][1]);
-            c[n][2] = fmaf(sum[2], s8, c[n][2]);
-            c[n][3] = fmaf(sum[3], s8, c[n][3]);
+        for (int block = 0; block < 2; ++block) {
+            float sum[IN_TURNS][N][4] = {};
+#pragma unroll
+            for (int j = 0; j < 4; j += 2)
+#pragma unroll
+                for (int i = 0; i < IN_TURNS; ++i) {
+                    const uint32_t word = a[i].x[2 * block], word8 = a[i].x[2 * block + 1];
+                    const uint32_t a0 = decode_pair(word, j), a1 = decode_pair(word8, j);
+                    const uint32_t a2 = decode_pair(word, j + 1), a3 = decode_pair(word8, j + 1);
+#pragma unroll
+                    for (int n = 0; n < N; ++n) mma_f16(sum[i][n], a0, a1, a2, a3, b(n, block, j), b(n, block, j + 1));
+                }
+#pragma unroll
+            for (int i = 0; i < IN_TURNS; ++i) {
+                const float s = e8m0(scales[i].row, block), s8 = e8m0(scales[i].row8, block);
+#pragma unroll
+                for (int n = 0; n < N; ++n)
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) c[i][n][k] = fmaf(sum[i][n][k], k < 2 ? s : s8, c[i][n][k]);
+            }
         }
     }
 }
 
-// Products of 64 keys with all query columns: c[i][n] is key tile i, column tile n.
+// Products of 64 keys with all query columns: c[i / IN_TURNS][i % IN_TURNS][n] is key tile i, column tile n.
 __device__ __forceinline__ void key_products(const uint8_t* page, const uint8_t* query, int half, int lane,
-                                             float (&c)[KEY_TILES][QUERY_TILES][4]) {
+                                             float (&c)[KEY_TILES / IN_TURNS][IN_TURNS][QUERY_TILES][4]) {
     const int g = lane / 4, t = lane % 4;
-    const uint32_t select = t / 2 ? 0x0031 : 0x0020;
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; ++step) {
         Words4 q[QUERY_TILES][2];
@@ -82,19 +97,17 @@ __device__ __forceinline__ void key_products(const uint8_t* page, const uint8_t*
         for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
             for (int b = 0; b < 2; ++b) q[n][b] = load_words(query + (((n * KEY_STEPS + step) * 2 + b) * 32 + lane) * 16);
-        const auto operand = [&](int n, int b, int j) { return q[n][b].x[j]; };
 #pragma unroll
-        for (int i = 0; i < KEY_TILES; ++i) {
-            uint32_t h[4][4];
-            decode_words(load_words(page + key_operand(half, i, step, lane)), h);
-            const uint8_t* scales = page + key_scale(half, i, step, g, 0);
-            const uint8_t* scales8 = page + key_scale(half, i, step, g, 1);
-            if (BD_NVFP4) {
-                scale_words(h, load_word(scales), load_word(scales8), select);
-                multiply_nvfp4(c[i], h, operand);
-            } else {
-                multiply_mxfp4(c[i], h, load_half_word(scales), load_half_word(scales8), operand);
+        for (int turn = 0; turn < KEY_TILES / IN_TURNS; ++turn) {
+            Words4 a[IN_TURNS];
+            StepScales scales[IN_TURNS];
+#pragma unroll
+            for (int k = 0; k < IN_TURNS; ++k) {
+                const int i = turn * IN_TURNS + k;
+                a[k] = load_words(page + key_operand(half, i, step, lane));
+                scales[k] = StepScales(page + key_scale(half, i, step, g, 0), page + key_scale(half, i, step, g, 1), t);
             }
+            multiply(c[turn], a, scales, [&](int n, int b, int j) { return q[n][b].x[j]; });
         }
     }
 }
@@ -102,45 +115,18 @@ __device__ __forceinline__ void key_products(const uint8_t* page, const uint8_t*
 // o += V^T·p^T over 64 tokens. p[n][i][r]: probabilities of column tile n, key tile i, rows 8r.., transposed.
 __device__ __forceinline__ void value_products(const uint8_t* page, int half, int lane,
                                                const uint32_t (&p)[TILES][KEY_TILES][2],
-                                               float (&o)[OUTPUT_TILES][TILES][4]) {
+                                               float (&o)[OUTPUT_TILES / IN_TURNS][IN_TURNS][TILES][4]) {
     const int g = lane / 4, t = lane % 4;
-    const uint32_t select = t / 2 ? 0x0031 : 0x0020;
-    const auto operand = [&](int n, int b, int j) { return p[n][2 * b + (j >> 1)][j & 1]; };
 #pragma unroll
-    for (int m = 0; m < OUTPUT_TILES; ++m) {
-        uint32_t h[4][4];
-        decode_words(load_words(page + value_operand(half, m, lane)), h);
-        const uint8_t* scales = page + value_scale(half, m, g, 0);
-        const uint8_t* scales8 = page + value_scale(half, m, g, 1);
-        if (BD_NVFP4) {
-            scale_words(h, load_word(scales), load_word(scales8), select);
-            multiply_nvfp4(o[m], h, operand);
-        } else {
-            multiply_mxfp4(o[m], h, load_half_word(scales), load_half_word(scales8), operand);
+    for (int turn = 0; turn < OUTPUT_TILES / IN_TURNS; ++turn) {
+        Words4 a[IN_TURNS];
+        StepScales scales[IN_TURNS];
+#pragma unroll
+        for (int i = 0; i < IN_TURNS; ++i) {
+            const int m = turn * IN_TURNS + i;
+            a[i] = load_words(page + value_operand(half, m, lane));
+            scales[i] = StepScales(page + value_scale(half, m, g, 0), page + value_scale(half, m, g, 1), t);
         }
-    }
-}
-
-// Products of the page's mean with all query columns: c[n][0] and c[n][1] of lane t are columns 2t and 2t + 1.
-__device__ __forceinline__ void mean_products(const uint8_t* mean, const uint8_t* query, int lane,
-                                              float (&c)[QUERY_TILES][2]) {
-    const int t = lane % 4;
-    float sum[QUERY_TILES][4] = {};
-#pragma unroll
-    for (int b = 0; b < HEAD_DIM / 32; ++b) {
-        // Only row 0 of A is of use; what the other rows hold does not matter
-        const Words4 a = load_words(mean + (32 * b + 8 * t) * 2);
-#pragma unroll
-        for (int n = 0; n < QUERY_TILES; ++n) {
-            const Words4 q = load_words(query + ((n * (HEAD_DIM / 32) + b) * 32 + lane) * 16);
-            mma_bf16(sum[n], a.x[0], 0, a.x[1], 0, q.x[0], q.x[1]);
-            mma_bf16(sum[n], a.x[2], 0, a.x[3], 0, q.x[2], q.x[3]);
-        }
-    }
-    // Every row of A was the mean, hence every lane g holds it
-#pragma unroll
-    for (int n = 0; n < QUERY_TILES; ++n) {
-        c[n][0] = sum[n][0];
-        c[n][1] = sum[n][1];
+        multiply(o[turn], a, scales, [&](int n, int b, int j) { return p[n][2 * b + (j >> 1)][j & 1]; });
     }
 }

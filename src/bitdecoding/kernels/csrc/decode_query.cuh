@@ -18,6 +18,16 @@ __device__ __forceinline__ uint32_t model_pair(float low, float high) {
     return BD_BF16 ? f32x2_to_bf16x2(low, high) : f32x2_to_f16x2(low, high);
 }
 
+// A lane's channels of a row.
+__device__ __forceinline__ void load_row(const uint16_t* row, int lane, float (&x)[LANE_CHANNELS]) {
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS / 2; ++i) {
+        const uint32_t pair = reinterpret_cast<const uint32_t*>(row)[lane * (LANE_CHANNELS / 2) + i];
+        x[2 * i] = model_low(pair);
+        x[2 * i + 1] = model_high(pair);
+    }
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, d);
@@ -35,12 +45,6 @@ __device__ __forceinline__ float warp_max(float x) {
 __device__ __forceinline__ int query_position(int tile, int column, int k) {
     const int step = k >> 6, b = (k >> 5) & 1, t = (k >> 3) & 3, high = (k >> 2) & 1, j = k & 3;
     return ((((tile * KEY_STEPS + step) * 2 + b) * 32 + 4 * column + t) * 4 + j) * 2 + high;
-}
-
-// The same for the product with page means: natural order of channels.
-__device__ __forceinline__ int mean_query_position(int tile, int column, int k) {
-    const int b = k >> 5, t = (k >> 3) & 3;
-    return ((tile * (HEAD_DIM / 32) + b) * 32 + 4 * column + t) * 8 + (k & 7);
 }
 
 // Rounds a row to fp16 after scaling it by a power of two to below 2, and stores it; returns the power of two.
@@ -75,39 +79,25 @@ __device__ __forceinline__ void quantize_row(const float (&x)[LANE_CHANNELS], fl
     }
 }
 
-// One query row, by one warp. raw: its channels, or null for a column without a query row, which gets zeros.
-// column: of the output. score_scale: softmax scale times log2(e).
+// One query row, by one warp. raw: its channels, or null for a column without a query row, which gets zeros. key_mean:
+// of the head, or null where nobody asks for its score. column: of the output. score_scale: softmax scale · log2(e).
 __device__ __forceinline__ void prepare_query_row(const uint16_t* raw, const float* key_mean, float score_scale, int column,
                                                   uint8_t* shared, Scalars& scalars, int lane) {
     uint16_t* fragments = reinterpret_cast<uint16_t*>(shared + SHARED_QUERY);
     float x[LANE_CHANNELS] = {};
     float shift = 0.f;
     if (raw != nullptr) {
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS / 2; ++i) {
-            const uint32_t pair = reinterpret_cast<const uint32_t*>(raw)[lane * (LANE_CHANNELS / 2) + i];
-            x[2 * i] = model_low(pair);
-            x[2 * i + 1] = model_high(pair);
-        }
+        load_row(raw, lane, x);
         if (key_mean != nullptr) {
 #pragma unroll
             for (int i = 0; i < LANE_CHANNELS; ++i) shift = fmaf(x[i], key_mean[lane * LANE_CHANNELS + i], shift);
         }
     }
-    shift = warp_sum(shift);
-    if (BD_ROTATE) warp_hadamard<HEAD_DIM>(x, lane);
+    if (key_mean != nullptr) shift = warp_sum(shift);
+    if (BD_ROTATE && raw != nullptr) warp_hadamard<HEAD_DIM>(x, lane);
 
     const int tile = NATIVE && COLUMN_STEP == 1 ? 2 * (column >> 3) + (column & 1) : column >> 3;
     const int first = NATIVE ? column & 6 : column & 7;
-    if (CENTERED) {
-        uint16_t* means = reinterpret_cast<uint16_t*>(shared + SHARED_MEAN_QUERY);
-#pragma unroll
-        for (int i = 0; i < LANE_CHANNELS; ++i) {
-            const int k = LANE_CHANNELS * lane + i;
-            means[mean_query_position(tile, first, k)] = static_cast<uint16_t>(f32x2_to_bf16x2(x[i], 0.f));
-            if (NATIVE) means[mean_query_position(tile, first + 1, k)] = 0;
-        }
-    }
     float scale[2];
     if (NATIVE) {
         float part[LANE_CHANNELS];

@@ -21,7 +21,12 @@ __device__ __forceinline__ float weight(float maximum, float top) {
 struct Softmax {
     float maximum[TILES][2];
     float sum[TILES][2];
-    float output[OUTPUT_TILES][TILES][4];
+    float output[OUTPUT_TILES / IN_TURNS][IN_TURNS][TILES][4];  // row tile m is [m / IN_TURNS][m % IN_TURNS]
+
+    __device__ __forceinline__ float (&tile(int m, int n))[4] { return output[m / IN_TURNS][m % IN_TURNS][n]; }
+    __device__ __forceinline__ const float (&tile(int m, int n) const)[4] {
+        return output[m / IN_TURNS][m % IN_TURNS][n];
+    }
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -36,15 +41,15 @@ struct Softmax {
 #pragma unroll
             for (int n = 0; n < TILES; ++n)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) output[m][n][i] = 0.f;
+                for (int i = 0; i < 4; ++i) tile(m, n)[i] = 0.f;
     }
 
     __device__ __forceinline__ void scale(int n, int e, float factor) {
         sum[n][e] *= factor;
 #pragma unroll
         for (int m = 0; m < OUTPUT_TILES; ++m) {
-            output[m][n][e] *= factor;
-            output[m][n][2 + e] *= factor;
+            tile(m, n)[e] *= factor;
+            tile(m, n)[2 + e] *= factor;
         }
     }
 
@@ -79,8 +84,8 @@ struct Softmax {
                 sum[n][e] *= of_sum;
 #pragma unroll
                 for (int m = 0; m < OUTPUT_TILES; ++m) {
-                    output[m][n][e] *= of_output;
-                    output[m][n][2 + e] *= of_output;
+                    tile(m, n)[e] *= of_output;
+                    tile(m, n)[2 + e] *= of_output;
                 }
             }
     }

@@ -11,88 +11,132 @@
 struct Segment {
     int row, head, column_group;
     int unit_begin, unit_end;  // of the row's units
+    int tile;
     int parts;                 // segments that the tile is cut into
-    int64_t tile;
-    int64_t part, first_part;  // where this segment, and the tile's first, leave their partial results
+    int part, first_part;      // where this segment, and the tile's first, leave their partial results
+};
+
+// A segment and its row, as the loader tells the consumers. row < 0: the end.
+struct Task {
+    RowState state;
+    RowUnits units;
+    Segment segment;
 };
 
 class Work {
 public:
-    __device__ __forceinline__ Work(const int* item_prefix, int rows, int heads, int column_groups, int granule)
-        : prefix_(item_prefix), rows_(rows), heads_(heads), groups_(column_groups), granule_(granule) {
-        const int tiles = heads * column_groups;
-        total_ = static_cast<int64_t>(item_prefix[rows]) * tiles;
+    // All lanes of a warp together. rows >= 1.
+    __device__ __forceinline__ Work(const int* item_prefix, const RowState* states, int rows, int heads,
+                                    int column_groups, int granule)
+        : prefix_(item_prefix), states_(states), rows_(rows), groups_(column_groups), tiles_(heads * column_groups),
+          granule_(granule), row_(0) {
+        load_window();
+        const int total = (rows < 32 ? __shfl_sync(ALL_LANES, window_prefix_, rows) : item_prefix[rows]) * tiles_;
         // Where there are fewer items than CTAs each takes one, so that no CTA before the last is without
-        ctas_ = min(static_cast<int64_t>(gridDim.x), total_);
-        if (blockIdx.x >= ctas_) {
-            next_ = end_ = 0;
-            return;
-        }
-        next_ = blockIdx.x * total_ / ctas_;
-        end_ = (blockIdx.x + 1) * total_ / ctas_;
-        row_ = find_row(static_cast<int>(next_ / tiles));
+        const int ctas = min(static_cast<int>(gridDim.x), total), cta = blockIdx.x;
+        share_ = total / ctas;
+        larger_ = total - ctas * share_;  // so many CTAs take one more
+        next_ = end_ = 0;
+        if (cta >= ctas) return;
+        next_ = cta * share_ + min(cta, larger_);
+        end_ = next_ + share_ + (cta < larger_);
+        find_row(next_ / tiles_);
     }
 
     __device__ __forceinline__ bool done() const { return next_ >= end_; }
 
-    // Every lane of the warp gets the same segment. units: of the segment's row, for the caller.
-    __device__ __forceinline__ Segment next(const RowState* rows, int window, int sink_tokens, RowState& state,
-                                            RowUnits& units) {
-        const int64_t tiles = heads_ * groups_;
-        int64_t begin = prefix_[row_] * tiles, end = prefix_[row_ + 1] * tiles;
-        while (next_ >= end) {
+    // Every lane of the warp gets the same.
+    __device__ __forceinline__ Task next(int window, int sink_tokens) {
+        int begin = prefix(row_) * tiles_, end = prefix(row_ + 1) * tiles_;
+        if (next_ >= end) {
             ++row_;
+            if (row_ - window_row_ > 30) load_window();
             begin = end;
-            end = prefix_[row_ + 1] * tiles;
+            end = prefix(row_ + 1) * tiles_;
         }
-        state = rows[row_];
-        units = units_of_row(state, window, sink_tokens);
-        const int items = static_cast<int>((end - begin) / tiles);
-        const int tile_of_row = static_cast<int>((next_ - begin) / items);
-        const int64_t first = begin + static_cast<int64_t>(tile_of_row) * items;  // of the tile
-        const int item = static_cast<int>(next_ - first);
-        const int taken = granule_ > 1 ? 1 : static_cast<int>(min(static_cast<int64_t>(items - item), end_ - next_));
+        Task task;
+        task.state = state();
+        task.units = units_of_row(task.state, window, sink_tokens);
+        const int items = (end - begin) / tiles_;
+        const int tile_of_row = (next_ - begin) / items;
+        const int first = begin + tile_of_row * items;  // of the tile
+        const int item = next_ - first;
+        const int taken = granule_ > 1 ? 1 : min(items - item, end_ - next_);
 
-        Segment segment;
+        Segment& segment = task.segment;
         segment.row = row_;
         segment.head = tile_of_row / groups_;
         segment.column_group = tile_of_row % groups_;
         segment.unit_begin = item * granule_;
-        segment.unit_end = min(units.total(), (item + taken) * granule_);
-        segment.tile = row_ * tiles + tile_of_row;
+        segment.unit_end = min(task.units.total(), (item + taken) * granule_);
+        segment.tile = row_ * tiles_ + tile_of_row;
         if (granule_ > 1) {
             segment.parts = items;
             segment.part = next_;
             segment.first_part = first;
         } else {
             // CTA + tile is unique: from one segment to the next in line, either goes up
-            const int64_t first_cta = cta_of(first);
-            segment.parts = static_cast<int>(cta_of(first + items - 1) - first_cta) + 1;
+            const int first_cta = cta_of(first);
+            segment.parts = cta_of(first + items - 1) - first_cta + 1;
             segment.part = blockIdx.x + segment.tile;
             segment.first_part = first_cta + segment.tile;
         }
         next_ += taken;
-        return segment;
+        return task;
     }
 
 private:
-    __device__ __forceinline__ int64_t cta_of(int64_t item) const { return ((item + 1) * ctas_ - 1) / total_; }
+    static constexpr unsigned int ALL_LANES = 0xFFFFFFFFu;
 
-    // The row r with prefix[r] <= item < prefix[r + 1], by the whole warp, 32 rows at a time.
-    __device__ __forceinline__ int find_row(int item) const {
+    __device__ __forceinline__ int cta_of(int item) const {
+        const int of_larger = larger_ * (share_ + 1);
+        return item < of_larger ? item / (share_ + 1) : larger_ + (item - of_larger) / share_;
+    }
+
+    // Prefixes and states of 32 rows from row_ on, one a lane: one round trip to memory instead of one a step.
+    __device__ __forceinline__ void load_window() {
         const int lane = threadIdx.x % 32;
-        int first = 0, count = rows_;
+        window_row_ = row_;
+        window_prefix_ = prefix_[min(row_ + lane, rows_)];
+        const RowState& mine = states_[min(row_ + lane, rows_ - 1)];
+        window_length_ = mine.length;
+        window_before_ = mine.before;
+        window_tail_ = mine.tail_slot;
+        window_sink_ = mine.sink_slot;
+    }
+
+    __device__ __forceinline__ int prefix(int row) const {
+        return __shfl_sync(ALL_LANES, window_prefix_, row - window_row_);
+    }
+
+    __device__ __forceinline__ RowState state() const {
+        const int lane = row_ - window_row_;
+        return {__shfl_sync(ALL_LANES, window_length_, lane), __shfl_sync(ALL_LANES, window_before_, lane),
+                __shfl_sync(ALL_LANES, window_tail_, lane), __shfl_sync(ALL_LANES, window_sink_, lane)};
+    }
+
+    // Makes row_ the row r with prefix[r] <= item < prefix[r + 1], by the whole warp, 32 rows at a time.
+    __device__ __forceinline__ void find_row(int item) {
+        const int lane = threadIdx.x % 32;
+        if (rows_ < 32) {
+            row_ = __popc(__ballot_sync(ALL_LANES, lane < rows_ && window_prefix_ <= item)) - 1;
+            return;
+        }
+        int count = rows_;
         while (count > 1) {
             const int step = (count + 31) / 32, mine = lane * step;
-            const bool before = mine < count && prefix_[first + mine] <= item;
-            const int last = __popc(__ballot_sync(0xFFFFFFFFu, before)) - 1;
-            first += last * step;
+            const bool before = mine < count && prefix_[row_ + mine] <= item;
+            const int last = __popc(__ballot_sync(ALL_LANES, before)) - 1;
+            row_ += last * step;
             count = min(step, count - last * step);
         }
-        return first;
+        load_window();
     }
 
     const int* prefix_;
-    int rows_, heads_, groups_, granule_, row_;
-    int64_t total_, ctas_, next_, end_;
+    const RowState* states_;
+    int rows_, groups_, tiles_, granule_;
+    int share_, larger_;
+    int row_, next_, end_;
+    int window_row_, window_prefix_, window_length_, window_before_, window_tail_, window_sink_;
 };

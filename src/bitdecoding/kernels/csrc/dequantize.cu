@@ -20,15 +20,11 @@ __device__ __forceinline__ float decode_scale(uint8_t byte) {
 
 // The 8 values of a word in the order of their codes, without the block scale.
 __device__ __forceinline__ void decode_values(uint32_t word, float (&values)[8]) {
-    uint32_t pairs[4];
-    if (BD_HOPPER_BITS)
-        decode_e2m1(word, pairs);
-    else
-        decode_e2m1_plain(word, pairs);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-        values[j] = f16_low_to_f32(pairs[j]) * 16384.f;
-        values[j + 4] = f16_high_to_f32(pairs[j]) * 16384.f;
+        const uint32_t pair = BD_HOPPER_BITS ? decode_e2m1(word, j) : decode_e2m1_plain(word, j);
+        values[j] = f16_low_to_f32(pair) * 16384.f;
+        values[j + 4] = f16_high_to_f32(pair) * 16384.f;
     }
 }
 

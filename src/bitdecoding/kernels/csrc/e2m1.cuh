@@ -4,17 +4,15 @@
 // Codes j and j + 4 of a word (Hopper bit order) as a pair of fp16, each value · 2^-14: placing sign and magnitude bits
 // at bits 15 and 11..9 of a half gives exactly that, subnormals included. The factor is the caller's to fold in.
 // Six LOP3 and five shifts for 8 codes; the compiler turns some left shifts into multiplications, for another pipe.
-__device__ __forceinline__ constexpr void decode_e2m1(unsigned int word, unsigned int (&pairs)[4]) {
-    pairs[0] = word & 0x8E008E00u;
-    pairs[1] = (word << 3) & 0x8E008E00u;
-    pairs[2] = ((word << 1) & 0x80008000u) | ((word << 6) & 0x0E000E00u);
-    pairs[3] = ((word << 2) & 0x80008000u) | ((word << 9) & 0x0E000E00u);
+__device__ __forceinline__ constexpr unsigned int decode_e2m1(unsigned int word, int j) {
+    return j == 0   ? word & 0x8E008E00u
+           : j == 1 ? (word << 3) & 0x8E008E00u
+           : j == 2 ? ((word << 1) & 0x80008000u) | ((word << 6) & 0x0E000E00u)
+                    : ((word << 2) & 0x80008000u) | ((word << 9) & 0x0E000E00u);
 }
 
 // The same result from the plain nibble order (code i at bits 4i+3..4i), for code that is not worth another layout.
-__device__ __forceinline__ constexpr void decode_e2m1_plain(unsigned int word, unsigned int (&pairs)[4]) {
-    for (int j = 0; j < 4; ++j) {
-        const unsigned int codes = word >> (4 * j);  // code j at bits 3..0, code j + 4 at bits 19..16
-        pairs[j] = ((codes << 12) & 0x80008000u) | ((codes << 9) & 0x0E000E00u);
-    }
+__device__ __forceinline__ constexpr unsigned int decode_e2m1_plain(unsigned int word, int j) {
+    const unsigned int codes = word >> (4 * j);  // code j at bits 3..0, code j + 4 at bits 19..16
+    return ((codes << 12) & 0x80008000u) | ((codes << 9) & 0x0E000E00u);
 }

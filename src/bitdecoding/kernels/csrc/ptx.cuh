@@ -117,6 +117,11 @@ __device__ __forceinline__ void load_l2(float (&x)[2], const float* p) {
     asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(p) : "memory");
 }
 
+__device__ __forceinline__ void store_f32x4(float* p, const float (&x)[4]) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
+
 // --- Arithmetic
 
 // 2^x to about 2 ulp; 0 for -inf.
@@ -131,6 +136,19 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ uint32_t mul_f16x2(uint32_t a, uint32_t b) {
     uint32_t r;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// The low (high) half of a pair twice; the compiler makes it an operand modifier of fp16 instructions, at no cost.
+__device__ __forceinline__ uint32_t both_low(uint32_t pair) {
+    uint32_t r;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(r) : "r"(pair));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t both_high(uint32_t pair) {
+    uint32_t r;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(r) : "r"(pair));
     return r;
 }
 
