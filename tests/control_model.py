@@ -8,14 +8,16 @@ own.
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
-from decode_cases import GARBAGE, units_of_row
 
 from bitdecoding.kernels.buffers import MAX_DECODE_TOKENS, TAIL_TOKENS
 from bitdecoding.kernels.control import Counters, SlotTables, StepPlan, control_step
+from bitdecoding.kernels.schedule import items_of_row, units_of_row
 from bitdecoding.recipe import PAGE_SIZE
+
+GARBAGE = 2147480000
 
 
 @dataclass
@@ -117,7 +119,11 @@ class ControlModel:
     def _tails(self, states: list[RowState], live: list[int], table: Sequence[Sequence[int]]) -> None:
         pool = self.tails
         used: dict[int, int] = {}
-        own = {row: pool.find(table[row][states[row].page], True) for row in live if states[row].page <= states[row].last_page}
+        own = {
+            row: pool.find(table[row][states[row].page], True)
+            for row in live
+            if states[row].page <= states[row].last_page
+        }
         partial = [row for row in live if states[row].before % PAGE_SIZE]
         full = [row for row in live if not states[row].before % PAGE_SIZE]
         previous = {row: pool.find(table[row][states[row].page - 1]) for row in full if states[row].page}
@@ -172,6 +178,8 @@ class ControlModel:
             if slot >= 0:
                 pool.entries[table[row][0]] = slot
                 pool.slots[slot].key = table[row][0]
+            else:
+                pool.entries.pop(table[row][0], None)
         for row in live:
             for slot in (states[row].sink_slot, states[row].promote_sink):
                 if slot >= 0:
@@ -224,9 +232,7 @@ class KernelControl:
     ) -> None:
         self.model = ControlModel(num_blocks, tail_slots, sink_slots)
         self.tables = SlotTables(num_blocks, tail_slots, sink_slots, device)
-        self.plan = StepPlan(
-            self.tables, max_rows, windows=windows, granules=granules, sink_tokens=sink_tokens
-        )
+        self.plan = StepPlan(self.tables, max_rows, windows=windows, granules=granules, sink_tokens=sink_tokens)
         self.sink_tokens = sink_tokens
         self.device = device
         self.calls = 0
@@ -239,10 +245,12 @@ class KernelControl:
         rows = len(batch.lengths)
         self.plan.states.fill_(-77)
         self.plan.item_prefix.fill_(-77)
-        table = torch.tensor(batch.table, dtype=dtype, device=self.device).reshape(rows, len(batch.table[0]) if rows else 1)
+        table = torch.tensor(batch.table, dtype=dtype, device=self.device).reshape(
+            rows, len(batch.table[0]) if rows else 1
+        )
         lengths = torch.tensor(batch.lengths, dtype=torch.int32, device=self.device)
         arguments = {}
-        if len(set(batch.tokens)) == 1 and self.calls % 3:
+        if len(set(batch.tokens)) == 1 and batch.tokens[0] >= 0 and self.calls % 3:
             arguments["query_tokens"] = batch.tokens[0]
         else:
             start = torch.tensor([0, *batch.tokens], dtype=torch.int32).cumsum(0)
@@ -256,10 +264,8 @@ class KernelControl:
         assert self.plan.rows(rows).tolist() == [state.numbers() for state in expected]
         assert (self.plan.states[rows:] == -77).all()
         for window, granule in zip(self.plan.windows, self.plan.granules, strict=True):
-            items = [
-                max(1, -(-units_of_row(s.length, s.before, s.sink_slot, window, self.sink_tokens)["total"] // granule))
-                for s in expected
-            ]
+            units = [units_of_row(s.length, s.before, s.sink_slot >= 0, window, self.sink_tokens) for s in expected]
+            items = [items_of_row(row, granule) for row in units]
             prefix = [sum(items[:row]) for row in range(rows + 1)]
             assert self.plan.items(rows, window).tolist() == prefix
         assert (self.plan.item_prefix[:, rows + 1 :] == -77).all()
@@ -270,7 +276,10 @@ class KernelControl:
         assert tables.tail_stamps.tolist() == [slot.stamp for slot in model.tails.slots]
         assert tables.sink_keys.tolist() == [slot.key for slot in model.sinks.slots]
         assert tables.sink_stamps.tolist() == [slot.stamp for slot in model.sinks.slots]
-        for entries, actual in ((model.tails.entries, tables.tail_of_block), (model.sinks.entries, tables.sink_of_block)):
+        for entries, actual in (
+            (model.tails.entries, tables.tail_of_block),
+            (model.sinks.entries, tables.sink_of_block),
+        ):
             assert {block: slot for block, slot in enumerate(actual.tolist()) if slot != -1} == entries
 
 
@@ -360,15 +369,19 @@ class Engine:
         self.names += 1
         return self.names
 
+    def new_request(self) -> Request:
+        r = self.random
+        # Prompts share their beginnings; the same identities in the same order
+        family = r.randrange(3)
+        prompt = [-(1000 * (family + 1) + i) for i in range(r.choice((0, 1, 100, 128, 130, 256, 300)))]
+        prompt += [self.fresh() for _ in range(r.choice((1, 1, 5, 20, 127, 128, 200)))]
+        target = min(self.options.max_length, len(prompt) + r.choice((1, 5, 140, 300)))
+        return Request(prompt[: self.options.max_length], target)
+
     def admit(self) -> None:
         r = self.random
         if not self.waiting and r.random() < 0.4:
-            # Prompts share their beginnings; the same identities in the same order
-            family = r.randrange(3)
-            prompt = [-(1000 * (family + 1) + i) for i in range(r.choice((0, 1, 100, 128, 130, 256, 300)))]
-            prompt += [self.fresh() for _ in range(r.choice((1, 1, 5, 20, 127, 128, 200)))]
-            target = min(self.options.max_length, len(prompt) + r.choice((1, 5, 140, 300)))
-            self.waiting.append(Request(prompt[: self.options.max_length], target))
+            self.waiting += [self.new_request() for _ in range(1 + self.options.rows // 10)]
         while self.waiting and len(self.live) < self.options.rows:
             request = self.waiting.pop(0)
             self.adopt_prefix(request)

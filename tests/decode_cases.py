@@ -10,6 +10,7 @@ from bitdecoding import Calibration, LayerCodec, Recipe, get_recipe
 from bitdecoding.kernels.buffers import TAIL_TOKENS, LayerBuffers
 from bitdecoding.kernels.decode import DecodeArithmetic, DecodePlan
 from bitdecoding.kernels.layout import ArchFamily, LogicalPages, PageLayout, pack_page
+from bitdecoding.kernels.schedule import items_of_row, units_of_row
 from bitdecoding.numerics.packing import unpack_nibbles
 from bitdecoding.recipe import PAGE_SIZE, Arithmetic
 from bitdecoding.reference.vectorized import (
@@ -24,7 +25,6 @@ from bitdecoding.reference.vectorized import (
     stream_partial,
 )
 
-CHUNK_TOKENS = 32
 GARBAGE = 2147480000
 
 
@@ -94,26 +94,6 @@ def logical_pages(keys: dict[str, torch.Tensor], values: dict[str, torch.Tensor]
     )
 
 
-def units_of_row(length: int, before: int, sink_slot: int, window: int | None, sink_tokens: int) -> dict[str, int]:
-    """What csrc/schedule.cuh makes of a row."""
-    if length == 0:
-        return {"first_page": 0, "pages": 0, "sink_chunks": 0, "recent_start": 0, "recent_chunks": 0, "total": 0}
-    low = before - window + 1 if window is not None and before >= window else 0
-    full = before // PAGE_SIZE
-    first = min(low // PAGE_SIZE, full)
-    sinks = -(-sink_tokens // CHUNK_TOKENS) if sink_slot >= 0 and full and low < sink_tokens else 0
-    start = max(full * PAGE_SIZE, low)
-    chunks = -(-(length - start) // CHUNK_TOKENS)
-    return {
-        "first_page": first,
-        "pages": full - first,
-        "sink_chunks": sinks,
-        "recent_start": start,
-        "recent_chunks": chunks,
-        "total": full - first + sinks + chunks,
-    }
-
-
 def make_case(spec: Spec, device: str = "cuda") -> Case:
     generator = torch.Generator(device=device).manual_seed(spec.seed)
     heads, dim, rows = spec.kv_heads, spec.head_dim, len(spec.lengths)
@@ -178,7 +158,7 @@ def make_case(spec: Spec, device: str = "cuda") -> Case:
             sink[sink_slot, 1] = values[row][:, :sink_tokens]
         states[row] = torch.tensor([length, before[row], slot if length else -1, sink_slot, -1, 0, 0, 0])
     items = [
-        max(1, -(-units_of_row(n, b, int(s[3]), spec.window, sink_tokens)["total"] // spec.granule))
+        items_of_row(units_of_row(n, b, int(s[3]) >= 0, spec.window, sink_tokens), spec.granule)
         for n, b, s in zip(spec.lengths, before, states, strict=True)
     ]
     prefix = torch.tensor([0, *items], dtype=torch.int32).cumsum(0).to(torch.int32)
@@ -287,7 +267,7 @@ def page_partials(case: Case, row: int, parts: RowParts, cut: Cut) -> list[Parti
     spec = case.spec
     scores = page_scores(case.codec, parts.q, parts.page_keys, parts.means, parts.page_seen, case.logits)
     units = units_of_row(
-        spec.lengths[row], case.before(row), int(case.plan.rows[row, 3]), spec.window, case.recipe.sink_tokens
+        spec.lengths[row], case.before(row), int(case.plan.rows[row, 3]) >= 0, spec.window, case.recipe.sink_tokens
     )
     values = parts.page_values
     # Query rows [group, tokens] of the row, numbered token by token; padding queries stand in front
@@ -298,9 +278,9 @@ def page_partials(case: Case, row: int, parts: RowParts, cut: Cut) -> list[Parti
     partials = []
     for head, column_group in product(range(spec.kv_heads), range(column_groups)):
         together = query_row // cut.columns == column_group
-        for begin, end in segments(case, row, head * column_groups + column_group, column_groups, cut, units["total"]):
+        for begin, end in segments(case, row, head * column_groups + column_group, column_groups, cut, units.total):
             for pair, half in product(range(cut.pairs), range(2)):
-                pages = [units["first_page"] + u for u in range(begin + pair, end, cut.pairs) if u < units["pages"]]
+                pages = [units.first_page + u for u in range(begin + pair, end, cut.pairs) if u < units.pages]
                 if not pages or not together.any():
                     continue
                 tokens = torch.cat([torch.arange(64) + 128 * page + 64 * half for page in pages]).to(values.device)
@@ -328,7 +308,7 @@ def segments(case: Case, row: int, tile: int, column_groups: int, cut: Cut, unit
     share, larger = divmod(total, used)
     edges = sorted({first, first + items} | {c * share + min(c, larger) for c in range(used)})
     inside = [edge - first for edge in edges if first <= edge <= first + items]
-    return [(a, min(units, b)) for a, b in pairwise(inside)]
+    return [(a, min(units, b)) for a, b in pairwise(inside) if a < units]
 
 
 def exact(case: Case) -> torch.Tensor:

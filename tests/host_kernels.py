@@ -1,7 +1,9 @@
 """CUDA kernels built for the CPU, so that their logic is tested where there is no GPU (see cuda_host/ptx.cuh)."""
 
+import atexit
 import ctypes
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -23,7 +25,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @cache
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="host-kernels-"))
+    folder = Path(tempfile.mkdtemp(prefix="host-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @cache
@@ -33,7 +37,8 @@ def _build(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ctyp
     shutil.copytree(CSRC, folder)
     shutil.copy(SHIM, folder / "ptx.cuh")
     unit = folder / "host.cpp"
-    text = (folder / source).read_text().replace("extern __shared__ __align__(16) uint8_t shared[];", "uint8_t* const shared = reinterpret_cast<uint8_t*>(host::dynamic_shared);")
+    dynamic = "uint8_t* const shared = reinterpret_cast<uint8_t*>(host::dynamic_shared);"
+    text = re.sub(r"extern __shared__ .*? uint8_t shared\[\];", dynamic, (folder / source).read_text())
     unit.write_text(
         f"{text}\n"
         'extern "C" void host_launch(const int* grid, int threads, unsigned seed, void** arguments) {\n'

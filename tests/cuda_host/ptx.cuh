@@ -114,7 +114,8 @@ inline void run_cta(int threads, std::mt19937& random) {
 }
 
 template <class... A, size_t... I>
-void launch(void (*kernel)(A...), const int* grid, int threads, unsigned seed, void** arguments, std::index_sequence<I...>) {
+void launch(void (*kernel)(A...), const int* grid, int threads, unsigned seed, void** arguments,
+            std::index_sequence<I...>) {
     std::mt19937 random(seed);
     body = [=] { kernel(*static_cast<std::remove_reference_t<A>*>(arguments[I])...); };
     block_dim = {static_cast<unsigned>(threads), 1, 1};
@@ -155,6 +156,16 @@ template <class T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
     return host::shuffle_xor(x, mask);
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+    const int warp = host::current / 32, lane = host::current % 32;
+    host::exchange[warp][lane] = x;
+    host::wait(host::warps[warp]);
+    unsigned votes = 0;
+    for (int i = 0; i < 32; ++i) votes |= static_cast<unsigned>(host::exchange[warp][i]) << i;
+    host::wait(host::warps[warp]);
+    return votes;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
@@ -191,6 +202,8 @@ inline void stmatrix_x4_transposed(uint32_t address, const uint32_t (&r)[4]) {
         }
     host::wait(host::warps[warp]);
 }
+
+inline Words4 load_in_place(const void* p) { return *static_cast<const Words4*>(p); }
 
 // --- Conversions
 
@@ -233,5 +246,5 @@ inline float e4m3_to_f32(uint32_t byte) {
 inline uint32_t e4m3x2_to_f16x2(uint32_t bytes) {
     return f32x2_to_f16x2(e4m3_to_f32(bytes & 0xFF), e4m3_to_f32((bytes >> 8) & 0xFF));
 }
-inline float add_rn(float a, float b) { return a + b; }
-inline float mul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }

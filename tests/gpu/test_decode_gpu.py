@@ -22,6 +22,7 @@ def shape_of(case: Case):
         Arithmetic.NATIVE if spec.native else Arithmetic.W16,
         centered=case.buffers.means is not None,
         rotate=True,
+        capped=spec.softcap is not None,
         bf16=spec.dtype == torch.bfloat16,
         query_rows=spec.group * spec.tokens,
     )

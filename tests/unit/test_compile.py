@@ -81,7 +81,7 @@ def test_every_ptx_wrapper_assembles(arch: str) -> None:
             mbarrier_init(bar, 2);
             mbarrier_init_fence();
             mbarrier_arrive_expect(bar, 1024);
-            bulk_copy(address, in, 1024, bar);
+            bulk_copy(address, in, 1024, bar, evict_first_policy());
             mbarrier_arrive(bar);
         }
         __syncthreads();
@@ -163,7 +163,7 @@ def test_index_functions_agree_with_the_layout(layout: PageLayout) -> None:
 def test_decoders_agree_with_the_bit_order(arch: ArchFamily) -> None:
     """e2m1.cuh turns each code at each position into sign and magnitude bits of the right half."""
     signs, magnitudes = zip(*arch.code_bits, strict=True)
-    decode = "decode_e2m1" if arch is ArchFamily.SM90 else "decode_e2m1_plain"
+    decode = "decode_e2m1(word, i % 4, ShiftLeft())" if arch is ArchFamily.SM90 else "decode_e2m1_plain(word, i % 4)"
     checks = f"""
     #include "e2m1.cuh"
     constexpr int SIGNS[] = {{{", ".join(map(str, signs))}}}, MAGNITUDES[] = {{{", ".join(map(str, magnitudes))}}};
@@ -172,7 +172,7 @@ def test_decoders_agree_with_the_bit_order(arch: ArchFamily) -> None:
             for (unsigned int code = 0; code < 16; ++code) {{
                 const unsigned int mine = 1u << SIGNS[i] | 7u << MAGNITUDES[i];
                 const unsigned int word = (others & ~mine) | (code >> 3) << SIGNS[i] | (code & 7) << MAGNITUDES[i];
-                const unsigned int pair = {decode}(word, i % 4), half = i < 4 ? pair & 0xFFFF : pair >> 16;
+                const unsigned int pair = {decode}, half = i < 4 ? pair & 0xFFFF : pair >> 16;
                 if (half != ((code >> 3) << 15 | (code & 7) << 9)) return false;
             }}
         return true;

@@ -2,6 +2,7 @@
 wrapper refuses."""
 
 import random
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -84,19 +85,24 @@ def test_any_input_gives_one_result(on_cpu: HostKernel, threads: int) -> None:
         both = KernelControl(blocks, rows + generator.randrange(3), 3, rows)
         for step in range(150):
             on_cpu.seed = step
-            both.step(random_batch(generator, blocks, rows))
+            both.step(random_batch(generator, blocks, rows, rows % 2))
 
 
-def random_batch(generator: random.Random, blocks: int, rows: int) -> Batch:
+def random_batch(generator: random.Random, blocks: int, rows: int, null_block: int) -> Batch:
     count = generator.randint(0, rows)
-    lengths = [generator.choice((-3, 0, 1, 100, 127, 128, 129, 130, 256, 257, 384, 500, 512, 700)) for _ in range(count)]
+    lengths = [
+        generator.choice((-3, 0, 1, 100, 127, 128, 129, 130, 256, 257, 384, 500, 512, 700)) for _ in range(count)
+    ]
     tokens = [generator.choice((-1, 0, 1, 1, 1, 4, 8, 130, 1000)) for _ in range(count)]
     width = generator.choice((4, 5, 6))
     table = [
-        [generator.randrange(-1, blocks + 1) if generator.random() < 0.05 else generator.randrange(blocks) for _ in range(width)]
+        [
+            generator.randrange(-1, blocks + 1) if generator.random() < 0.05 else generator.randrange(blocks)
+            for _ in range(width)
+        ]
         for _ in range(count)
     ]
-    return Batch(lengths, tokens, table, generator.choice((None, 0)))
+    return Batch(lengths, tokens, table, null_block)
 
 
 @needs_compiler
@@ -105,20 +111,27 @@ def test_many_rows(on_cpu: HostKernel) -> None:
     rows = 150
     both = KernelControl(3 * rows, rows + 50, 70, rows)
     on_cpu.threads = 64
-    for length in (120, 127, 128, 129, 257):
-        lengths = [length + row % 3 for row in range(rows)]
-        table = [[row, rows + row, 2 * rows + row] for row in range(rows)]
-        both.step(Batch(lengths, [1 if length < 257 else 130] * rows, table))
-    assert both.model.counters().sink_refusals == rows - 70
+    table = [[row, rows + row, 2 * rows + row] for row in range(rows)]
+    for length, tokens in ((127, 127), (128, 1), (129, 1), (259, 130)):
+        both.step(Batch([length] * rows, [tokens] * rows, table))
+    assert both.model.counters().sink_refusals == rows - 70 and both.model.lost == 0
 
 
 # --- Single rules
 
 
-def steps(*batches: tuple[list[int], list[int], list[list[int]]], tail_slots: int = 4, sink_slots: int = 2):
-    """States of every step, by the model (which the kernel follows)."""
-    model = ControlModel(20, tail_slots, sink_slots)
-    return [model.step(lengths, tokens, table, 16, 0) for lengths, tokens, table in batches], model
+def steps(*batches: tuple[list[int], list[int], list[list[int]]]) -> tuple[list[list[RowState]], ControlModel]:
+    """States of every step by the model, which the kernel follows in every order of its threads."""
+    model = ControlModel(20, 4, 2)
+    results = [model_step(model, Batch(*batch, 0)) for batch in batches]
+    if shutil.which("g++") is not None:
+        kernel = HostKernel("control.cu", "control", {}, threads=4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(control, "_kernel", lambda _: kernel)
+            for kernel.seed in range(20):
+                both = KernelControl(20, 4, 2, 4)
+                assert [both.step(Batch(*batch, 0)) for batch in batches] == results
+    return results, model
 
 
 def test_rows_that_share_the_page_they_just_filled_part() -> None:
@@ -130,11 +143,18 @@ def test_rows_that_share_the_page_they_just_filled_part() -> None:
     assert model.lost == 0
 
 
+def test_rows_with_one_first_block_fill_one_sink() -> None:
+    """No engine lets two rows fill the same block; the lowest does it."""
+    (states,), model = steps(([128, 128, 128], [128, 128, 128], [[1, 2], [1, 3], [1, 4]]))
+    assert [state.promote_sink for state in states] == [0, -1, -1]
+    assert len({state.tail_slot for state in states}) == 3 and model.refusals == 0
+
+
 def test_row_that_needs_its_tokens_goes_first() -> None:
     """Row 0 would like to keep the slot of block 2, whose tokens row 1 needs."""
     (_, second), model = steps(
         ([255], [255], [[1, 2]]),
-        ([257, 256], [1, 1], [[1, 2, 3], [1, 2]]),
+        ([257, 256], [1, 1], [[1, 2, 3], [1, 2, -9]]),
     )
     assert [state.tail_slot for state in second] == [1, 0]
     assert model.lost == 0

@@ -154,7 +154,8 @@ class StepPlan:
             raise InvalidInputError(f"max_rows: must be at least 1, got {max_rows}")
         if max_rows > tables.tail_slots:
             raise InvalidInputError(
-                f"tail_slots: {tables.tail_slots} are too few for {max_rows} rows; set tail_slots to at least {max_rows}"
+                f"tail_slots: {tables.tail_slots} are too few for {max_rows} rows; set tail_slots to at least "
+                f"{max_rows}"
             )
         if not 1 <= len(windows) <= _MAX_KINDS:
             raise InvalidInputError(f"windows: expected 1 to {_MAX_KINDS}, got {len(windows)}")
@@ -196,8 +197,9 @@ def _check_shared(rows: int, tail_slots: int, sink_slots: int) -> int:
     needed = _ROW_BYTES * rows + 4 * (tail_slots + sink_slots + 1) + 8 * max(rows, padded)
     if needed > _SHARED_BYTES:
         raise InvalidInputError(
-            f"tail_slots, sink_slots, max_rows: {tail_slots}, {sink_slots} and {rows} are too many for the control kernel "
-            f"({needed} bytes of shared memory, {_SHARED_BYTES} are there); 2048 slots of each kind and 1024 rows fit"
+            f"tail_slots, sink_slots, max_rows: {tail_slots}, {sink_slots} and {rows} are too many for the control "
+            f"kernel ({needed} bytes of shared memory, {_SHARED_BYTES} are there); 2048 slots of each kind and 1024 "
+            "rows fit"
         )
     return needed
 

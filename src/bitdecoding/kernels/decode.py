@@ -10,7 +10,8 @@ import torch
 from bitdecoding.errors import InvalidInputError, UnsupportedError
 from bitdecoding.kernels.buffers import MAX_DECODE_TOKENS, LayerBuffers, check_heads, check_tensor
 from bitdecoding.kernels.compile import Kernel
-from bitdecoding.kernels.decode_config import DecodeConfig, DecodeShape, choose_config, choose_shape, max_units
+from bitdecoding.kernels.decode_config import DecodeConfig, DecodeShape, choose_config, choose_shape
+from bitdecoding.kernels.schedule import max_units
 from bitdecoding.numerics.probability import DEFAULT_C, DEFAULT_TAU
 from bitdecoding.recipe import Arithmetic
 from bitdecoding.reference.vectorized import LogitRule
@@ -89,7 +90,7 @@ class DecodeWorkspace:
         tiles = max_rows * num_kv_heads * -(-query_rows // 4)
         self.max_tiles = tiles
         if granule > 1:
-            parts = tiles * -(-max_units(max_length, sink_tokens) // granule)
+            parts = tiles * -(-max_units(max_length, sink_tokens, max_tokens) // granule)
         else:
             parts = tiles + 4 * torch.cuda.get_device_properties(device).multi_processor_count
         # The most columns is 24
@@ -188,6 +189,7 @@ def decode(
         Arithmetic(arithmetic.arithmetic),
         centered=buffers.means is not None,
         rotate=arithmetic.rotate,
+        capped=logits.softcap is not None,
         bf16=dtype == torch.bfloat16,
         query_rows=group * tokens,
     )
@@ -231,6 +233,7 @@ def decode(
         np.int32(plan.granule),
         np.float32(logits.scale * log2_e),
         np.float32(0.0 if logits.softcap is None else logits.softcap * log2_e),
+        np.float32(0.0 if logits.softcap is None else 1 / (logits.softcap * log2_e)),
         np.float32(math.log2(arithmetic.c) if native_nvfp4 else 15.0),
         np.float32(arithmetic.tau),
     )

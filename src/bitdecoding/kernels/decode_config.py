@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 from bitdecoding.errors import UnsupportedError
 from bitdecoding.kernels.layout import ArchFamily, PageLayout, cuda_constants
-from bitdecoding.recipe import PAGE_SIZE, Arithmetic
+from bitdecoding.kernels.schedule import CHUNK_TOKENS
+from bitdecoding.numerics.blocks import BlockFormat
+from bitdecoding.recipe import Arithmetic
 
 __all__ = ["COLUMN_TILE", "DecodeConfig", "DecodeShape", "choose_config", "choose_shape"]
 
 COLUMN_TILE = 8
 """Columns of a tensor-core tile."""
-_CHUNK_TOKENS = 32
 _TASK_BYTES = 96
 """Of a struct Task (decode_work.cuh)."""
 _SHARED_PER_SM = {ArchFamily.SM90: 228 * 1024, ArchFamily.SM120: 100 * 1024}
@@ -27,6 +28,7 @@ class DecodeShape:
         native: query and probabilities in FP4.
         centered: pages hold keys less their mean.
         rotate: keys are rotated.
+        capped: logits are soft-capped.
         bf16: the model's dtype is BF16, else FP16.
         tiles: column tiles of the output.
         query_tiles: column tiles of the first product; native ones hold two columns a query row.
@@ -36,6 +38,7 @@ class DecodeShape:
     native: bool
     centered: bool
     rotate: bool
+    capped: bool
     bf16: bool
     tiles: int
     query_tiles: int
@@ -70,10 +73,10 @@ class DecodeConfig:
     def shared_bytes(self, shape: DecodeShape) -> int:
         """Dynamic shared memory of a CTA; the kernel asserts that it counts the same (decode_config.cuh)."""
         row = 2 * shape.layout.head_dim
-        slot = _align(max(shape.layout.value_scales.end, 2 * _CHUNK_TOKENS * (row + 16)), 128)
+        slot = _align(max(shape.layout.value_scales.end, 2 * CHUNK_TOKENS * (row + 16)), 128)
         query = shape.query_tiles * shape.layout.head_dim * 16
         columns = COLUMN_TILE * shape.tiles
-        floats = COLUMN_TILE * shape.query_tiles + columns + 4 * self.pairs * columns
+        floats = COLUMN_TILE * shape.query_tiles + 2 * columns + 4 * self.pairs * columns
         floats += self.slots * columns if shape.centered else 1
         return self.slots * slot + query + _align(16 * self.slots + 32 + 2 * _TASK_BYTES + 4 * floats + 4, 16)
 
@@ -84,6 +87,7 @@ class DecodeConfig:
             "BD_NATIVE": int(shape.native),
             "BD_CENTERED": int(shape.centered),
             "BD_ROTATE": int(shape.rotate),
+            "BD_CAPPED": int(shape.capped),
             "BD_BF16": int(shape.bf16),
             "BD_TILES": shape.tiles,
             "BD_QUERY_TILES": shape.query_tiles,
@@ -100,15 +104,23 @@ def _align(size: int, to: int) -> int:
 
 
 def choose_shape(
-    layout: PageLayout, arithmetic: Arithmetic, *, centered: bool, rotate: bool, bf16: bool, query_rows: int
+    layout: PageLayout,
+    arithmetic: Arithmetic,
+    *,
+    centered: bool,
+    rotate: bool,
+    capped: bool,
+    bf16: bool,
+    query_rows: int,
 ) -> DecodeShape:
     """The kernel for this many query rows a KV head (group · new tokens); more than it takes are read in turns."""
     if arithmetic is Arithmetic.NATIVE:
         tiles, query_tiles = (1, 1) if query_rows <= COLUMN_TILE // 2 else (1, 2)
-        return DecodeShape(layout, True, centered, rotate, bf16, tiles, query_tiles)
-    most = 1 if layout.head_dim == 256 else 3
+        return DecodeShape(layout, True, centered, rotate, capped, bf16, tiles, query_tiles)
+    # As many as the registers hold
+    most = 1 if layout.head_dim == 256 else 2 if layout.block_format is BlockFormat.MXFP4 else 3
     tiles = min(most, -(-query_rows // COLUMN_TILE))
-    return DecodeShape(layout, False, centered, rotate, bf16, tiles, tiles)
+    return DecodeShape(layout, False, centered, rotate, capped, bf16, tiles, tiles)
 
 
 def choose_config(shape: DecodeShape) -> DecodeConfig:
@@ -123,8 +135,12 @@ def choose_config(shape: DecodeShape) -> DecodeConfig:
         pairs = 4 if shape.query_tiles == 1 else 3
     elif arch is ArchFamily.SM90 and shape.query_tiles > 1:
         pairs = 3  # 7 warps: the most that may have 255 registers a thread
-    elif arch is ArchFamily.SM90:
+    elif arch is ArchFamily.SM120:
+        in_turns = 2
+    else:
         min_ctas = 3
+        if shape.native or shape.layout.block_format is BlockFormat.MXFP4:
+            in_turns = 2
     most = 12
     budget = _SHARED_PER_SM[arch] // min_ctas - _SHARED_RESERVED
     for slots in range(most - most % pairs, 0, -pairs):
@@ -132,9 +148,3 @@ def choose_config(shape: DecodeShape) -> DecodeConfig:
         if config.shared_bytes(shape) <= budget:
             return config
     raise UnsupportedError(f"head_dim: a page of {dim} channels does not fit the shared memory of {arch.value}")
-
-
-def max_units(length: int, sink_tokens: int) -> int:
-    """Units of work of a row of at most ``length`` tokens (schedule.cuh: pages, then 16-bit chunks)."""
-    chunks = -(-sink_tokens // _CHUNK_TOKENS) + -(-(PAGE_SIZE + _CHUNK_TOKENS) // _CHUNK_TOKENS) + 1
-    return length // PAGE_SIZE + chunks

@@ -9,11 +9,7 @@ struct Scale {
 };
 
 // x / y, correctly rounded.
-__device__ __forceinline__ float divide(float x, float y) {
-    float r;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
-    return r;
-}
+__device__ __forceinline__ float divide(float x, float y) { return __fdiv_rn(x, y); }
 
 // floor(log2 |x|) from the exponent bits; -127 for zero and subnormals.
 __device__ __forceinline__ int floor_log2(float x) { return static_cast<int>((f32_to_bits(x) >> 23) & 0xFF) - 127; }

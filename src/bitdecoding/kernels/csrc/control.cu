@@ -100,7 +100,8 @@ __device__ __forceinline__ int entry_of(const SlotTable& table, bool usable, int
 
 __device__ __forceinline__ int key_of(const int* keys, int slot) { return slot >= 0 ? keys[slot] : NONE; }
 
-__device__ __forceinline__ Row read_row(const Inputs& in, const SlotTable& tails, const SlotTable& sinks, int row, int* tally) {
+__device__ __forceinline__ Row read_row(const Inputs& in, const SlotTable& tails, const SlotTable& sinks, int row,
+                                        int* tally) {
     Row state = {0, 0, NONE, NONE, NONE, NONE, NONE, NONE};
     const int length = in.lengths[row];
     const int tokens = in.query_start != nullptr ? in.query_start[row + 1] - in.query_start[row] : in.query_tokens;
@@ -143,7 +144,8 @@ __device__ __forceinline__ Row read_row(const Inputs& in, const SlotTable& tails
 __device__ __forceinline__ int* prefix_sums(int* values, int* spare, int n) {
     __syncthreads();
     for (int distance = 1; distance < n; distance *= 2) {
-        for (int i = threadIdx.x; i < n; i += blockDim.x) spare[i] = values[i] + (i >= distance ? values[i - distance] : 0);
+        for (int i = threadIdx.x; i < n; i += blockDim.x)
+            spare[i] = values[i] + (i >= distance ? values[i - distance] : 0);
         __syncthreads();
         int* const sums = spare;
         spare = values;
@@ -169,10 +171,11 @@ __device__ __forceinline__ void bitonic_sort(uint64_t* keys, int count) {
     __syncthreads();
 }
 
-// Gives the rows that want a slot (field == WANTED) the free ones, unkeyed first, then least recently used, in the order
-// of the rows; NONE when there are no more. buffer: for 2 · rows ints and for a power of two >= slots of 64-bit keys.
-__device__ __forceinline__ void claim_slots(Row* states, int rows, int Row::*field, const SlotTable& table, void* buffer,
-                                         int* evictions) {
+// Gives the rows that want a slot (field == WANTED) the free ones, unkeyed first, then least recently used, in the
+// order of the rows; NONE when there are no more. buffer: for 2 · rows ints, and for 64-bit keys as many as a power of
+// two >= slots.
+__device__ __forceinline__ void claim_slots(Row* states, int rows, int Row::*field, const SlotTable& table,
+                                            void* buffer, int* evictions) {
     int* flags = static_cast<int*>(buffer);
     for (int row = threadIdx.x; row < rows; row += blockDim.x) flags[row] = states[row].*field == WANTED;
     const int* ranks = prefix_sums(flags, flags + rows, rows);
@@ -205,7 +208,8 @@ __device__ __forceinline__ void claim_slots(Row* states, int rows, int Row::*fie
 
 // --- Phases of one row, in their order
 
-// Rows that need the tokens of a slot go first, then those whose block has a slot.
+// Rows that need the tokens of a slot go first, then those whose block has a slot. A reserved entry is none to a thread
+// that still looks it up, as it was before: its slot had another key.
 __device__ __forceinline__ void ask(const Row& state, int row, int rows, const SlotTable& tails, const SlotTable& sinks,
                                     int* tally) {
     if (state.length == 0) return;
@@ -226,9 +230,11 @@ __device__ __forceinline__ void ask(const Row& state, int row, int rows, const S
 
 // Then rows that have filled a page and would like to keep their slot. They ask with numbers above all of the first
 // round, so that they change no answer that another thread still has to read.
-__device__ __forceinline__ void ask_again(Row& state, int row, int rows, const SlotTable& tails, const SlotTable& sinks) {
+__device__ __forceinline__ void ask_again(Row& state, int row, int rows, const SlotTable& tails,
+                                          const SlotTable& sinks) {
     if (state.length == 0) return;
-    if (state.own >= 0 && tails.owners[state.own] == (state.partial() ? row : rows + row))
+    // An atomic that changes nothing: other threads ask at the same time
+    if (state.own >= 0 && atomicMin(tails.owners + state.own, UNOWNED) == (state.partial() ? row : rows + row))
         state.tail = state.own;
     else if (state.previous >= 0)
         atomicMin(tails.owners + state.previous, 2 * rows + row);
@@ -242,7 +248,8 @@ __device__ __forceinline__ void ask_again(Row& state, int row, int rows, const S
 
 __device__ __forceinline__ void settle(Row& state, int row, int rows, const SlotTable& tails, int* tally) {
     if (state.length == 0) return;
-    if (state.tail < 0 && state.previous >= 0 && tails.owners[state.previous] == 2 * rows + row) state.tail = state.previous;
+    if (state.tail < 0 && state.previous >= 0 && tails.owners[state.previous] == 2 * rows + row)
+        state.tail = state.previous;
     if (state.tail < 0) {
         state.tail = WANTED;
         atomicAdd(tally + TAIL_CLAIMS, 1);
@@ -263,7 +270,8 @@ __device__ __forceinline__ int own_block(const Inputs& in, int row, const Row& s
 
 // The slot's key becomes the block of the last token. Where the step enters a new page, the old block stays as older
 // key until the next step: drafted tokens may be rejected, and the row come back to it.
-__device__ __forceinline__ void write_tail(const Row& state, int row, const Inputs& in, const SlotTable& tails, int64_t step) {
+__device__ __forceinline__ void write_tail(const Row& state, int row, const Inputs& in, const SlotTable& tails,
+                                           int64_t step) {
     if (state.length == 0) return;
     int key = state.last, older = NONE;
     if (!state.stays()) {
@@ -280,7 +288,8 @@ __device__ __forceinline__ void write_tail(const Row& state, int row, const Inpu
     tails.stamps[state.tail] = step;
 }
 
-__device__ __forceinline__ void write_sink(const Row& state, int row, const SlotTable& sinks, int64_t step, int* tally) {
+__device__ __forceinline__ void write_sink(const Row& state, int row, const SlotTable& sinks, int64_t step,
+                                           int* tally) {
     if (state.length == 0) return;
     int* const entry = sinks.slot_of_block + state.first;
     if (state.sink >= 0) {
@@ -310,13 +319,14 @@ __device__ __forceinline__ RowState row_state(const Row& state) {
 // lengths          int32 [rows], tokens at the end of the step; 0 for a padding row
 // query_start      int32 [rows + 1], or null: query_tokens new tokens in every row
 // block_table      int32 or (wide) int64 [rows, table_stride], of which table_width entries are there
-// windows,granules int32 [kinds], of item_prefix
+// windows,granules int32 [kinds], kinds >= 1, of item_prefix
 // item_prefix      int32 [kinds, prefix_stride]
 // Shared memory: Row [rows], int [tail_slots + sink_slots], then the buffer of claim_slots
 extern "C" __global__ void __launch_bounds__(1024)
-    control(const int* lengths, const int* query_start, const void* block_table, const int* windows, const int* granules,
-            int* tail_of_block, int* tail_keys, int* tail_older_keys, int64_t* tail_stamps, int* sink_of_block,
-            int* sink_keys, int64_t* sink_stamps, int64_t* counters, RowState* row_states, int* item_prefix,
+    control(const int* lengths, const int* query_start, const void* block_table, const int* windows,
+            const int* granules, int* tail_of_block, int* tail_keys, int* tail_older_keys, int64_t* tail_stamps,
+            int* sink_of_block, int* sink_keys, int64_t* sink_stamps, int64_t* counters, RowState* row_states,
+            int* item_prefix,
             int64_t table_stride, int table_width, int wide, int rows, int query_tokens, int num_blocks, int null_block,
             int tail_slots, int sink_slots, int sink_tokens, int kinds, int prefix_stride) {
     extern __shared__ __align__(16) uint8_t shared[];
@@ -334,15 +344,17 @@ extern "C" __global__ void __launch_bounds__(1024)
     const int64_t step = counters[STEPS] + 1;  // slots that were never used have stamp 0
 
     for (int i = first; i < TALLIES; i += threads) tally[i] = 0;
-    for (int i = first; i < kinds; i += threads) {
+    for (int i = first; i < tail_slots + sink_slots; i += threads) owners[i] = UNOWNED;
+    __syncthreads();
+    // By the last threads, which seldom have a row to wait for
+    for (int i = threads - 1 - first; i < kinds; i += threads) {
         kind_windows[i] = windows[i];
         kind_granules[i] = granules[i];
     }
-    for (int i = first; i < tail_slots + sink_slots; i += threads) owners[i] = UNOWNED;
-    __syncthreads();
-    for (int row = first; row < rows; row += threads) states[row] = read_row(in, tails, sinks, row, tally);
-    __syncthreads();
-    for (int row = first; row < rows; row += threads) ask(states[row], row, rows, tails, sinks, tally);
+    for (int row = first; row < rows; row += threads) {
+        states[row] = read_row(in, tails, sinks, row, tally);
+        ask(states[row], row, rows, tails, sinks, tally);
+    }
     __syncthreads();
     for (int row = first; row < rows; row += threads) ask_again(states[row], row, rows, tails, sinks);
     __syncthreads();
@@ -362,8 +374,8 @@ extern "C" __global__ void __launch_bounds__(1024)
         if (sinks.slots > 0) write_sink(states[row], row, sinks, step, tally);
         row_states[row] = row_state(states[row]);
     }
+    // From here on a thread reads what it has written itself, and sums
     for (int kind = 0; kind < kinds; ++kind) {
-        __syncthreads();
         for (int row = first; row < rows; row += threads)
             buffer[row] = items_of_row(row_state(states[row]), kind_windows[kind], sink_tokens, kind_granules[kind]);
         const int* sums = prefix_sums(buffer, buffer + rows, rows);
@@ -371,7 +383,6 @@ extern "C" __global__ void __launch_bounds__(1024)
         for (int row = first; row < rows; row += threads) prefix[row + 1] = sums[row];
         if (first == 0) prefix[0] = 0;
     }
-    __syncthreads();
     for (int i = first; i < COUNTERS; i += threads) {
         const int added = i == STEPS ? 1 : i == SINK_CLAIMS ? tally[i] - tally[SINK_REFUSALS] : tally[i];
         // An atomic addition does not wait for the old value

@@ -44,7 +44,8 @@ struct Parameters {
     int64_t table_stride;
     int num_rows, num_tokens, heads, group, column_groups;
     int table_is_64, window, sink_tokens, granule;
-    float score_scale, score_cap;  // base 2; no cap: 0
+    float score_scale, score_cap;  // base 2
+    float cap_inverse;
     float fold, tau;               // native: log2 c and the threshold of the probability scale
 
     __device__ __forceinline__ int64_t block(int row, int page) const {
@@ -111,7 +112,7 @@ __device__ __forceinline__ const uint16_t* recent_token(const Parameters& p, con
 }
 
 __device__ __forceinline__ void load_chunk(const Parameters& p, const Segment& segment, const RowState& state, Unit kind,
-                                           int start, uint32_t target, uint32_t barrier, int lane) {
+                                           int start, uint32_t target, uint32_t barrier, uint64_t policy, int lane) {
     const int stop = kind == Unit::sink ? p.sink_tokens : state.length;
     // The last chunk is filled up with a token of its own: what lies there must be finite where the token is
     const int position = min(start + lane, stop - 1);
@@ -126,8 +127,8 @@ __device__ __forceinline__ void load_chunk(const Parameters& p, const Segment& s
                              : recent_token(p, state, segment.row, segment.head, position, values);
     if (lane == 0) mbarrier_arrive_expect(barrier, 2 * CHUNK_TOKENS * ROW_BYTES);
     __syncwarp();
-    bulk_copy(target + lane * ROW_PITCH, source[0], ROW_BYTES, barrier);
-    bulk_copy(target + CHUNK_VALUES + lane * ROW_PITCH, source[1], ROW_BYTES, barrier);
+    bulk_copy(target + lane * ROW_PITCH, source[0], ROW_BYTES, barrier, policy);
+    bulk_copy(target + CHUNK_VALUES + lane * ROW_PITCH, source[1], ROW_BYTES, barrier, policy);
     if (kind == Unit::recent && segment.column_group == 0) {
         // Append the new tokens of this chunk; nobody reads these places of the ring in this step
         constexpr int UNITS = ROW_BYTES / 16;
@@ -209,30 +210,33 @@ constexpr int FULL_ARRIVALS = CENTERED ? 2 : 1;
 
 __device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, Scalars& scalars, int lane) {
     Work work(p.item_prefix, p.rows, p.num_rows, p.heads, p.column_groups, p.granule);
+    const uint64_t policy = evict_first_policy();
     Ring ring;
     MeanScores means;
     means.slot = -1;
     for (int count = 0;; ++count) {
-        Task task;
-        task.segment.row = -1;
-        const bool done = work.done();
-        if (!done) task = work.next(p.window, p.sink_tokens);
         const int place = count % 2;
         if (count >= 2) mbarrier_wait(shared_address(&scalars.task_empty[place]), (count / 2 - 1) & 1);
-        if (lane == 0) {
-            scalars.tasks[place] = task;
-            mbarrier_arrive(shared_address(&scalars.task_full[place]));
+        bool more;
+        {
+            Task next;
+            more = work.next(p.window, p.sink_tokens, next);
+            if (!more) next.segment.row = -1;
+            if (lane == 0) scalars.tasks[place] = next;
         }
-        if (done) return;
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared_address(&scalars.task_full[place]));
+        if (!more) return;
+        const Task& task = scalars.tasks[place];  // here as for the consumers, registers are dearer than loads
         const RowState& state = task.state;
         const RowUnits& units = task.units;
         const Segment& segment = task.segment;
-        int64_t blocks = 0;  // of 32 pages, one a lane
+        int blocks = 0;  // of 32 pages, one a lane
         for (int unit = segment.unit_begin; unit < segment.unit_end; ++unit, ++ring.unit) {
             const Unit kind = kind_of(units, unit);
             const int ahead = (unit - segment.unit_begin) % 32;
             if (kind == Unit::page && ahead == 0 && unit + lane < min(units.pages, segment.unit_end))
-                blocks = p.block(segment.row, units.first_page + unit + lane);
+                blocks = static_cast<int>(p.block(segment.row, units.first_page + unit + lane));
             const int slot = wait_for_slot(ring, scalars);
             const uint32_t full = shared_address(&scalars.full[slot]), target = slots + slot * SLOT_BYTES;
             if (kind == Unit::page) {
@@ -240,7 +244,7 @@ __device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, 
                 if (lane == 0) {
                     mbarrier_arrive_expect(full, KV_BLOCKS_BYTES);
                     bulk_copy(target, p.pages + block * p.page_stride + static_cast<int64_t>(segment.head) * PAGE_BYTES,
-                              KV_BLOCKS_BYTES, full);
+                              KV_BLOCKS_BYTES, full, policy);
                 }
                 if (CENTERED) {
                     if (unit == segment.unit_begin) means.start_segment(p, segment, lane);
@@ -248,7 +252,7 @@ __device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, 
                     means.load(p.means + (block * p.heads + segment.head) * HEAD_DIM, slot, lane);
                 }
             } else {
-                load_chunk(p, segment, state, kind, chunk_start(units, unit), target, full, lane);
+                load_chunk(p, segment, state, kind, chunk_start(units, unit), target, full, policy, lane);
                 if (CENTERED && lane == 0) mbarrier_arrive(full);
                 if (CENTERED) means.finish(p, scalars, lane);
             }
@@ -266,25 +270,45 @@ __device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, 
 
 __device__ __forceinline__ float capped(const Parameters& p, float score) {
     // cap · tanh(score / cap), both in base 2
-    const float x = exp2_fast(score / p.score_cap * 2.8853900817779268f);
-    return p.score_cap - 2.f * p.score_cap / (x + 1.f);
+    const float x = exp2_fast(score * p.cap_inverse * 2.8853900817779268f);
+    return p.score_cap - 2.f * p.score_cap * reciprocal_fast(x + 1.f);
 }
 
-// Scores of half a page from the products of its keys.
-__device__ __forceinline__ void page_scores(const Parameters& p, const uint8_t* page, const uint8_t* shared,
-                                            const Scalars& scalars, int slot, int half, int lane,
-                                            float (&s)[KEY_TILES][TILES][4]) {
+// Turns scores into capped ones.
+template <int ROW_TILES>
+__device__ __forceinline__ void cap_scores(const Parameters& p, Scores<ROW_TILES>& s) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2 / COLUMN_STEP; ++e) {
+#pragma unroll
+            for (int i = 0; i < ROW_TILES; ++i)
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    float& x = s.product[i][n][2 * r + e];
+                    x = capped(p, fmaf(x, s.scale[n][e], s.offset[n][e]));
+                }
+            s.scale[n][e] = 1.f;
+            s.offset[n][e] = 0.f;
+        }
+}
+
+// Scores of half a page.
+__device__ __forceinline__ void page_scores(const Parameters& p, const uint8_t* shared, const Scalars& scalars, int slot,
+                                            int half, int lane, Scores<KEY_TILES>& s) {
     const int t = lane % 4;
     float c[KEY_TILES / IN_TURNS][IN_TURNS][QUERY_TILES][4] = {};
-    key_products(page, shared + SHARED_QUERY, half, lane, c);
+    key_products(shared + slot * SLOT_BYTES, shared + SHARED_QUERY, half, lane, c);
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
+            s.scale[n][e] = 1.f;
+            s.offset[n][e] = 0.f;
             if (COLUMN_STEP == 2 && e == 1) continue;
             const int q = NATIVE && COLUMN_STEP == 1 ? 2 * n + e : n;  // column tile of the first product
             float offset = CENTERED ? scalars.mean[slot][8 * n + 2 * t + e] : 0.f;
-            if (p.score_cap > 0.f) offset += scalars.shift[8 * n + 2 * t + e];
+            if (CAPPED) offset += scalars.shift[8 * n + 2 * t + e];
             const float scale = scalars.query_scale[8 * q + 2 * t + (NATIVE ? 0 : e)];
             const float scale2 = NATIVE ? scalars.query_scale[8 * q + 2 * t + 1] : 0.f;
 #pragma unroll
@@ -292,38 +316,34 @@ __device__ __forceinline__ void page_scores(const Parameters& p, const uint8_t* 
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     const float(&x)[4] = c[i / IN_TURNS][i % IN_TURNS][q];
-                    s[i][n][2 * r + e] = NATIVE ? fmaf(x[2 * r], scale, fmaf(x[2 * r + 1], scale2, offset))
-                                                : fmaf(x[2 * r + e], scale, offset);
+                    s.product[i][n][2 * r + e] =
+                        NATIVE ? fmaf(x[2 * r], scale, fmaf(x[2 * r + 1], scale2, offset)) : x[2 * r + e];
                 }
+            if (!NATIVE) {
+                s.scale[n][e] = scale;
+                s.offset[n][e] = offset;
+            }
         }
-    if (p.score_cap > 0.f) {
-#pragma unroll
-        for (int i = 0; i < KEY_TILES; ++i)
-#pragma unroll
-            for (int n = 0; n < TILES; ++n)
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    if (COLUMN_STEP == 1 || j % 2 == 0) s[i][n][j] = capped(p, s[i][n][j]);
-    }
+    if (CAPPED) cap_scores(p, s);
 }
 
 // Takes away what a column does not see of a page: 16-bit sink tokens, and tokens before its window.
-__device__ __forceinline__ void mask_page(const Parameters& p, const Task& task, int unit, int half, int lane,
-                                          float (&s)[KEY_TILES][TILES][4]) {
+__device__ __forceinline__ void mask_page(const Parameters& p, const Task& task, const Scalars& scalars, int unit, int half,
+                                          int lane, Scores<KEY_TILES>& s) {
     const int g = lane / 4, t = lane % 4;
     const int start = (task.units.first_page + unit) * PAGE_TOKENS + half * HALF_TOKENS;
+    asm volatile("");  // keeps this a branch: few pages need it, selects would run for all
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 2 / COLUMN_STEP; ++e) {
-            const Column column(p, task.segment, 8 * n + 2 * t + e);
             int low = task.units.sink_chunks > 0 ? p.sink_tokens : 0;
-            if (p.window > 0) low = max(low, task.state.length - p.num_tokens + column.token - p.window + 1);
+            if (p.window > 0) low = max(low, scalars.position[8 * n + 2 * t + e] - p.window + 1);
 #pragma unroll
             for (int i = 0; i < KEY_TILES; ++i)
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    if (start + key_row_token(i, 8 * r + g) < low) s[i][n][2 * r + e] = NO_SCORE;
+                    if (start + key_row_token(i, 8 * r + g) < low) s.product[i][n][2 * r + e] = NO_SCORE;
         }
 }
 
@@ -337,50 +357,56 @@ __device__ __forceinline__ int masked_pages(const Parameters& p, const Task& tas
 __device__ __forceinline__ void attend_page(const Parameters& p, const Task& task, int unit, bool masked, int slot,
                                             const uint8_t* shared, const Scalars& scalars, int half, int lane,
                                             Softmax& softmax) {
-    const uint8_t* page = shared + slot * SLOT_BYTES;
-    float s[KEY_TILES][TILES][4];
-    page_scores(p, page, shared, scalars, slot, half, lane, s);
-    if (masked) mask_page(p, task, unit, half, lane, s);
+    Scores<KEY_TILES> s;
+    page_scores(p, shared, scalars, slot, half, lane, s);
+    if (masked) mask_page(p, task, scalars, unit, half, lane, s);
     uint32_t probabilities[TILES][KEY_TILES][2];
     if (NATIVE)
         page_probabilities_native(softmax, s, p.fold, p.tau, probabilities);
     else
         page_probabilities_w16(softmax, s, probabilities);
-    value_products(page, half, lane, probabilities, softmax.output);
+    value_products(shared + slot * SLOT_BYTES, half, lane, probabilities, softmax.output);
 }
 
-__device__ __forceinline__ void attend_chunk(const Parameters& p, const Task& task, int unit, const uint8_t* chunk,
-                                             const Scalars& scalars, int half, int lane, Softmax& softmax) {
-    const Segment& segment = task.segment;
-    const RowState& state = task.state;
-    const RowUnits& units = task.units;
-    const int g = lane / 4, t = lane % 4;
-    const int start = chunk_start(units, unit);
-    const int stop = kind_of(units, unit) == Unit::sink ? p.sink_tokens : state.length;
-    const uint16_t* raw[TILES];
+// The raw query rows of a lane's columns 8n + g.
+struct RawQuery {
+    const uint16_t* row[TILES];
+
+    __device__ __forceinline__ RawQuery(const Parameters& p, const Segment& segment, int lane) {
 #pragma unroll
-    for (int n = 0; n < TILES; ++n) {
-        const Column column(p, segment, 8 * n + g);
-        raw[n] = column.token < 0 ? nullptr : p.query + column.offset(p, segment, p.query_stride);
+        for (int n = 0; n < TILES; ++n) {
+            const Column column(p, segment, 8 * n + lane / 4);
+            row[n] = column.token < 0 ? nullptr : p.query + column.offset(p, segment, p.query_stride);
+        }
     }
-    float s[1][TILES][4] = {};
-    chunk_products(chunk, raw, half, lane, s[0]);
+};
+
+__device__ __forceinline__ void attend_chunk(const Parameters& p, const Task& task, const RawQuery& raw, int unit,
+                                             const uint8_t* chunk, const Scalars& scalars, int half, int lane,
+                                             Softmax& softmax) {
+    const int g = lane / 4, t = lane % 4;
+    const int start = chunk_start(task.units, unit);
+    const int stop = kind_of(task.units, unit) == Unit::sink ? p.sink_tokens : task.state.length;
+    Scores<1> s = {};
+    chunk_products(chunk, raw.row, half, lane, s.product[0]);
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            const Column column(p, segment, 8 * n + 2 * t + e);
-            const int position = state.length - p.num_tokens + column.token;
-            const int low = p.window > 0 ? position - p.window + 1 : 0;
+            s.scale[n][e] = p.score_scale;
             // Raw keys give true logits; without a cap, all logits of a query are those of keys less their mean
-            const float shift = p.score_cap > 0.f ? 0.f : scalars.shift[8 * n + 2 * t + e];
+            s.offset[n][e] = CAPPED ? 0.f : -scalars.shift[8 * n + 2 * t + e];
+        }
+    if (CAPPED) cap_scores(p, s);
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int position = scalars.position[8 * n + 2 * t + e], low = p.window > 0 ? position - p.window + 1 : 0;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float& score = s[0][n][2 * r + e];
-                score = fmaf(score, p.score_scale, -shift);
-                if (p.score_cap > 0.f) score = capped(p, score);
                 const int token = start + 16 * half + 8 * r + g;
-                if (token >= stop || token > position || token < low) score = NO_SCORE;
+                if (token >= stop || token > position || token < low) s.product[0][n][2 * r + e] = NO_SCORE;
             }
         }
     chunk_accumulate(softmax, s, chunk, half, lane);
@@ -407,7 +433,7 @@ __device__ __forceinline__ void write_output(const Parameters& p, const Segment&
     target[0] = model_pair(x[0] * inverse, x[1] * inverse);
     target[1] = model_pair(x[2] * inverse, x[3] * inverse);
     if (p.lse != nullptr && channel == 0) {
-        const float shift = p.score_cap > 0.f ? 0.f : scalars.shift[output_column];
+        const float shift = CAPPED ? 0.f : scalars.shift[output_column];
         const int64_t row = (static_cast<int64_t>(segment.row) * p.num_tokens + column.token) * (p.heads * p.group) +
                             segment.head * p.group + column.head;
         const float lse = sum == 0.f ? NO_SCORE : maximum + log2f(sum) - CHUNK_FOLD + shift;
@@ -420,7 +446,7 @@ constexpr int CHANNEL_QUADS = HEAD_DIM / 4;
 // Joins all parts of a tile in their order.
 __device__ __forceinline__ void combine_parts(const Parameters& p, const Segment& segment, const Scalars& scalars,
                                               int thread) {
-    constexpr int AT_ONCE = 16;  // loads in flight
+    constexpr int AT_ONCE = 12;  // loads in flight
     for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
         const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
         const Column target(p, segment, column * COLUMN_STEP);
@@ -463,7 +489,7 @@ __device__ __forceinline__ void prepare_query(const Parameters& p, const Task& t
                                               int warp, int lane) {
     const Segment& segment = task.segment;
     // Scores of the key mean: for true logits, and for 16-bit keys, from which it was not taken
-    const bool shifted = p.score_cap > 0.f || p.lse != nullptr || segment.unit_end > task.units.pages;
+    const bool shifted = CAPPED || p.lse != nullptr || segment.unit_end > task.units.pages;
     const float* key_mean = shifted && p.key_mean != nullptr ? p.key_mean + segment.head * HEAD_DIM : nullptr;
 #pragma unroll 1
     for (int column = warp * COLUMN_STEP; column < 8 * TILES; column += CONSUMER_WARPS * COLUMN_STEP) {
@@ -471,6 +497,7 @@ __device__ __forceinline__ void prepare_query(const Parameters& p, const Task& t
         const bool used = row.token >= 0 && task.state.length > 0;  // nothing is read for a padding row
         const uint16_t* raw = used ? p.query + row.offset(p, segment, p.query_stride) : nullptr;
         prepare_query_row(raw, key_mean, p.score_scale, column, shared, scalars, lane);
+        if (lane == 0) scalars.position[column] = task.state.length - p.num_tokens + row.token;
     }
 }
 
@@ -597,11 +624,12 @@ __device__ __forceinline__ void run_consumer(const Parameters& p, uint8_t* share
             if (lane == 0) mbarrier_arrive(shared_address(&scalars.empty[slot]));
         }
         softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
+        const RawQuery raw(p, task.segment, lane);
         for (; i < count; i += PAIRS) {
             ring.unit = first + i;
             const int slot = ring.slot();
             mbarrier_wait(shared_address(&scalars.full[slot]), ring.parity());
-            attend_chunk(p, task, begin + i, shared + slot * SLOT_BYTES, scalars, half, lane, softmax);
+            attend_chunk(p, task, raw, begin + i, shared + slot * SLOT_BYTES, scalars, half, lane, softmax);
             __syncwarp();
             if (lane == 0) mbarrier_arrive(shared_address(&scalars.empty[slot]));
         }
@@ -630,7 +658,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BD_MIN_CTAS)
            int64_t key_head, int64_t value_row, int64_t value_token, int64_t value_head, int64_t output_row,
            int64_t output_token, int64_t output_head, int64_t page_stride, int64_t table_stride, int num_rows,
            int num_tokens, int heads, int group, int table_is_64, int window, int sink_tokens, int granule,
-           float score_scale, float score_cap, float fold, float tau) {
+           float score_scale, float score_cap, float cap_inverse, float fold, float tau) {
     extern __shared__ __align__(128) uint8_t shared[];
     Scalars& scalars = *reinterpret_cast<Scalars*>(shared + SHARED_SCALARS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -667,6 +695,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BD_MIN_CTAS)
                           granule,
                           score_scale,
                           score_cap,
+                          cap_inverse,
                           fold,
                           tau};
     if (threadIdx.x == 0) {

@@ -31,12 +31,12 @@ __device__ __forceinline__ void chunk_products(const uint8_t* chunk, const uint1
     }
 }
 
-// Takes 16 tokens into the softmax. s[0][n][..]: base-2 scores. Probabilities are split into two 16-bit parts, which
+// Takes 16 tokens into the softmax. Probabilities are split into two 16-bit parts, which
 // together are as good as fp32.
-__device__ __forceinline__ void chunk_accumulate(Softmax& state, const float (&s)[1][TILES][4], const uint8_t* chunk, int half,
+__device__ __forceinline__ void chunk_accumulate(Softmax& state, const Scores<1>& s, const uint8_t* chunk, int half,
                                                  int lane) {
     float top[TILES][2];
-    score_maxima(s, top);
+    s.maxima(top);
     state.raise(top);
     uint32_t high[TILES][2], low[TILES][2];
 #pragma unroll
@@ -46,7 +46,8 @@ __device__ __forceinline__ void chunk_accumulate(Softmax& state, const float (&s
             float p[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                p[e] = exp2_fast(s[0][n][2 * r + e] - state.reference(n, e, CHUNK_FOLD));
+                const float offset = s.offset[n][e] - state.reference(n, e, CHUNK_FOLD);
+                p[e] = exp2_fast(fmaf(s.product[0][n][2 * r + e], s.scale[n][e], offset));
                 state.sum[n][e] += p[e];
             }
             const uint32_t rounded = model_pair(p[0], p[1]);

@@ -6,6 +6,7 @@
 
 constexpr bool NATIVE = BD_NATIVE;       // query and probabilities in FP4
 constexpr bool CENTERED = BD_CENTERED;   // pages hold keys less the page's mean
+constexpr bool CAPPED = BD_CAPPED;       // logits are soft-capped
 constexpr int TILES = BD_TILES;          // column tiles of scores and output, 8 columns each
 // Column tiles of the first product. Native: columns 2t and 2t+1 of a tile are the two FP4 parts of one query row, so
 // that a lane joins them without help; the tile 2n+e gives the columns 2t+e of output tile n. With at most 4 query rows
@@ -41,6 +42,10 @@ constexpr int MERGE_WARPS = 4;
 constexpr int SCRATCH_UNITS = (CONSUMER_WARPS + MERGE_WARPS - 1) / MERGE_WARPS;
 static_assert(MERGE_WARPS * 8 * MERGE_PITCH * 4 <= SLOT_BYTES && SCRATCH_UNITS <= SLOTS, "merge scratch");
 
+// Place of a lane's word j of register b among the eight of a K step. NVFP4 multiplies the two b of one j together,
+// MXFP4 two j of one b.
+__device__ constexpr int query_word(int b, int j) { return BD_NVFP4 ? 2 * j + b : 4 * b + j; }
+
 // Offsets in dynamic shared memory
 constexpr int SHARED_QUERY = SLOTS * SLOT_BYTES;  // rotated query fragments: 8 columns of 16-bit a tile
 constexpr int SHARED_SCALARS = SHARED_QUERY + QUERY_TILES * HEAD_DIM * 16;
@@ -51,6 +56,7 @@ struct Scalars {
     Task tasks[2];
     float query_scale[8 * QUERY_TILES];  // base-2 score of one unit of a column's product
     float shift[8 * TILES];              // base-2 score of the key mean
+    int position[8 * TILES];             // of the column's query token
     float mean[CENTERED ? SLOTS : 1][CENTERED ? 8 * TILES : 1];  // base-2 score of the mean of the page in a slot
     float maximum[CONSUMER_WARPS][8 * TILES], sum[CONSUMER_WARPS][8 * TILES];
     int is_last;

@@ -15,8 +15,16 @@ __device__ __forceinline__ float e8m0(uint32_t bytes, int i) {
     return bits_to_f32(((bytes >> (8 * i)) & 0xFF) << 23);
 }
 
+// Powers of two that the compiler cannot see through. It would turn products with known ones into shifts, and those
+// into work for the integer pipe, which decoding fills; products with these run beside it.
+__constant__ uint32_t POWERS[10] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512};
+
+struct MultiplyLeft {
+    __device__ __forceinline__ uint32_t operator()(uint32_t x, int n) const { return x * POWERS[n]; }
+};
+
 __device__ __forceinline__ uint32_t decode_pair(uint32_t word, int j) {
-    return BD_HOPPER_BITS ? decode_e2m1(word, j) : decode_e2m1_plain(word, j);
+    return BD_HOPPER_BITS ? decode_e2m1(word, j, MultiplyLeft()) : decode_e2m1_plain(word, j);
 }
 
 // Row tiles that are multiplied in turns, so that no product waits for the one before it.
@@ -96,7 +104,7 @@ __device__ __forceinline__ void key_products(const uint8_t* page, const uint8_t*
 #pragma unroll
         for (int n = 0; n < QUERY_TILES; ++n)
 #pragma unroll
-            for (int b = 0; b < 2; ++b) q[n][b] = load_words(query + (((n * KEY_STEPS + step) * 2 + b) * 32 + lane) * 16);
+            for (int i = 0; i < 2; ++i) q[n][i] = load_words(query + (((n * KEY_STEPS + step) * 2 + i) * 32 + lane) * 16);
 #pragma unroll
         for (int turn = 0; turn < KEY_TILES / IN_TURNS; ++turn) {
             Words4 a[IN_TURNS];
@@ -107,7 +115,7 @@ __device__ __forceinline__ void key_products(const uint8_t* page, const uint8_t*
                 a[k] = load_words(page + key_operand(half, i, step, lane));
                 scales[k] = StepScales(page + key_scale(half, i, step, g, 0), page + key_scale(half, i, step, g, 1), t);
             }
-            multiply(c[turn], a, scales, [&](int n, int b, int j) { return q[n][b].x[j]; });
+            multiply(c[turn], a, scales, [&](int n, int b, int j) { return q[n][query_word(b, j) / 4].x[query_word(b, j) % 4]; });
         }
     }
 }

@@ -40,11 +40,12 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Where channel k of a column lies in the B fragments of the first product, in 16-bit units: word j of a lane holds
-// channels j and j + 4 of its eight, as the decoded keys do.
+// Where channel k of a column lies in the B fragments of the first product, in 16-bit units. Word j of a lane holds
+// channels j and j + 4 of its eight, as the decoded keys do; the two words that go into one product are neighbours.
 __device__ __forceinline__ int query_position(int tile, int column, int k) {
     const int step = k >> 6, b = (k >> 5) & 1, t = (k >> 3) & 3, high = (k >> 2) & 1, j = k & 3;
-    return ((((tile * KEY_STEPS + step) * 2 + b) * 32 + 4 * column + t) * 4 + j) * 2 + high;
+    const int word = query_word(b, j);
+    return ((((tile * KEY_STEPS + step) * 2 + word / 4) * 32 + 4 * column + t) * 4 + word % 4) * 2 + high;
 }
 
 // Rounds a row to fp16 after scaling it by a power of two to below 2, and stores it; returns the power of two.

@@ -99,34 +99,42 @@ __device__ __forceinline__ float max_over_rows(float x) {
     return x;
 }
 
-// Scores of ROW_TILES tiles of 16 tokens: s[i][n][2r + e] is row g + 8r, column 2t + e.
+// Scores of ROW_TILES tiles of 16 tokens, of one warp: the base-2 score of row g + 8r of tile i, column 2t + e of column
+// tile n is product[i][n][2r + e] · scale[n][e] + offset[n][e], scale > 0; -inf where the column does not see the row.
 template <int ROW_TILES>
-__device__ __forceinline__ void score_maxima(const float (&s)[ROW_TILES][TILES][4], float (&top)[TILES][2]) {
+struct Scores {
+    float product[ROW_TILES][TILES][4];
+    float scale[TILES][2], offset[TILES][2];
+
+    __device__ __forceinline__ void maxima(float (&top)[TILES][2]) const {
 #pragma unroll
-    for (int n = 0; n < TILES; ++n)
+        for (int n = 0; n < TILES; ++n)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            float x = NO_SCORE;
+            for (int e = 0; e < 2; ++e) {
+                float x = NO_SCORE;
 #pragma unroll
-            for (int i = 0; i < ROW_TILES; ++i) x = fmaxf(x, fmaxf(s[i][n][e], s[i][n][2 + e]));
-            top[n][e] = max_over_rows<4, 16>(x);
-        }
-}
+                for (int i = 0; i < ROW_TILES; ++i) x = fmaxf(x, fmaxf(product[i][n][e], product[i][n][2 + e]));
+                top[n][e] = fmaf(max_over_rows<4, 16>(x), scale[n][e], offset[n][e]);
+            }
+    }
+};
 
 // 16-bit probabilities of a page half.
-__device__ __forceinline__ void page_probabilities_w16(Softmax& state, const float (&s)[KEY_TILES][TILES][4],
+__device__ __forceinline__ void page_probabilities_w16(Softmax& state, const Scores<KEY_TILES>& s,
                                                        uint32_t (&p)[TILES][KEY_TILES][2]) {
     float top[TILES][2];
-    score_maxima(s, top);
+    s.maxima(top);
     state.raise(top);
 #pragma unroll
     for (int n = 0; n < TILES; ++n) {
-        const float m0 = state.reference(n, 0, W16_FOLD), m1 = state.reference(n, 1, W16_FOLD);
+        const float scale0 = s.scale[n][0], offset0 = s.offset[n][0] - state.reference(n, 0, W16_FOLD);
+        const float scale1 = s.scale[n][1], offset1 = s.offset[n][1] - state.reference(n, 1, W16_FOLD);
 #pragma unroll
         for (int i = 0; i < KEY_TILES; ++i)
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const float p0 = exp2_fast(s[i][n][2 * r] - m0), p1 = exp2_fast(s[i][n][2 * r + 1] - m1);
+                const float p0 = exp2_fast(fmaf(s.product[i][n][2 * r], scale0, offset0));
+                const float p1 = exp2_fast(fmaf(s.product[i][n][2 * r + 1], scale1, offset1));
                 state.sum[n][0] += p0;
                 state.sum[n][1] += p1;
                 p[n][i][r] = movmatrix(f32x2_to_f16x2(p0, p1));
@@ -146,9 +154,10 @@ __device__ __forceinline__ float probability_scale(float largest, float tau) {
 // FP4 probabilities of a page half, as the fp16 values that their codes and scales stand for. A block's 16 tokens lie
 // in the tiles 2b and 2b + 1 of four lanes g; the butterfly over them leaves the block's maximum, on the way to that of
 // all rows.
-__device__ __forceinline__ void page_probabilities_native(Softmax& state, const float (&s)[KEY_TILES][TILES][4], float fold,
+__device__ __forceinline__ void page_probabilities_native(Softmax& state, const Scores<KEY_TILES>& scores, float fold,
                                                           float tau, uint32_t (&p)[TILES][KEY_TILES][2]) {
     constexpr int BLOCKS = KEY_TILES / 2;
+    const auto& s = scores.product;  // with scale 1 and offset 0
     float largest[TILES][BLOCKS][2], top[TILES][2];
 #pragma unroll
     for (int n = 0; n < TILES; ++n)

@@ -43,24 +43,25 @@ public:
         find_row(next_ / tiles_);
     }
 
-    __device__ __forceinline__ bool done() const { return next_ >= end_; }
-
-    // Every lane of the warp gets the same.
-    __device__ __forceinline__ Task next(int window, int sink_tokens) {
-        int begin = prefix(row_) * tiles_, end = prefix(row_ + 1) * tiles_;
-        if (next_ >= end) {
-            ++row_;
-            if (row_ - window_row_ > 30) load_window();
-            begin = end;
-            end = prefix(row_ + 1) * tiles_;
-        }
-        Task task;
-        task.state = state();
-        task.units = units_of_row(task.state, window, sink_tokens);
-        const int items = (end - begin) / tiles_;
-        const int tile_of_row = (next_ - begin) / items;
-        const int first = begin + tile_of_row * items;  // of the tile
-        const int item = next_ - first;
+    // The next segment; false when there is none. Every lane of the warp gets the same.
+    __device__ __forceinline__ bool next(int window, int sink_tokens, Task& task) {
+        int first, item, tile_of_row, items, working;
+        do {
+            if (next_ >= end_) return false;
+            if (next_ >= prefix(row_ + 1) * tiles_) {
+                ++row_;
+                if (row_ - window_row_ > 30) load_window();
+            }
+            task.state = state();
+            task.units = units_of_row(task.state, window, sink_tokens);
+            items = prefix(row_ + 1) - prefix(row_);
+            working = granule_ > 1 ? items : max(1, task.units.total());  // the rest stands for the tile's end
+            const int begin = prefix(row_) * tiles_;
+            tile_of_row = (next_ - begin) / items;
+            first = begin + tile_of_row * items;  // of the tile
+            item = next_ - first;
+            if (item >= working) next_ = min(end_, first + items);
+        } while (item >= working);
         const int taken = granule_ > 1 ? 1 : min(items - item, end_ - next_);
 
         Segment& segment = task.segment;
@@ -77,12 +78,12 @@ public:
         } else {
             // CTA + tile is unique: from one segment to the next in line, either goes up
             const int first_cta = cta_of(first);
-            segment.parts = cta_of(first + items - 1) - first_cta + 1;
+            segment.parts = cta_of(first + working - 1) - first_cta + 1;
             segment.part = blockIdx.x + segment.tile;
             segment.first_part = first_cta + segment.tile;
         }
         next_ += taken;
-        return task;
+        return true;
     }
 
 private:

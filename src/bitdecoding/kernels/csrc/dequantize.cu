@@ -1,32 +1,7 @@
-// Pages of a block table to 16-bit keys and values, for code that wants them contiguous (and to check other kernels).
-// Compiled with BD_BF16 = 1 for BF16 results, 0 for FP16.
-#include "ptx.cuh"
-
-#include "e2m1.cuh"
-#include "layout.cuh"
+// Pages of a block table to 16-bit keys and values as they are stored (smoothed and rotated), to check other kernels.
+#include "page_rows.cuh"
 
 constexpr int WARPS = 8;
-constexpr int VALUE_PITCH = HEAD_DIM + 8;  // a row starts 4 banks after the one before it
-
-__device__ __forceinline__ uint32_t to_pair(float low, float high) {
-    return BD_BF16 ? f32x2_to_bf16x2(low, high) : f32x2_to_f16x2(low, high);
-}
-
-__device__ __forceinline__ float decode_scale(uint8_t byte) {
-    if (BD_NVFP4) return f16_low_to_f32(e4m3x2_to_f16x2(byte));
-    // E8M0: an fp32 whose exponent field is the byte, except that 0 is 2^-127 and 255 NaN
-    return bits_to_f32(byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : static_cast<uint32_t>(byte) << 23);
-}
-
-// The 8 values of a word in the order of their codes, without the block scale.
-__device__ __forceinline__ void decode_values(uint32_t word, float (&values)[8]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const uint32_t pair = BD_HOPPER_BITS ? decode_e2m1(word, j) : decode_e2m1_plain(word, j);
-        values[j] = f16_low_to_f32(pair) * 16384.f;
-        values[j + 4] = f16_high_to_f32(pair) * 16384.f;
-    }
-}
 
 // One CTA a page (x), KV head (y) and row (z).
 //
@@ -39,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     dequantize_pages(const uint8_t* __restrict__ cache, const int32_t* __restrict__ table,
                      const int32_t* __restrict__ page_counts, const uint16_t* __restrict__ means,
                      uint16_t* __restrict__ keys, uint16_t* __restrict__ values, int table_pages) {
-    __shared__ __align__(16) uint16_t staged[HALF_TOKENS * VALUE_PITCH];
+    __shared__ Words4 staged[STAGED_WORDS4];
     const int page_index = blockIdx.x, head = blockIdx.y, heads = gridDim.y, row = blockIdx.z;
     if (page_index >= page_counts[row]) return;
     const int64_t block = table[static_cast<int64_t>(row) * table_pages + page_index];
@@ -47,58 +22,30 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const uint16_t* mean = means == nullptr ? nullptr : means + (block * heads + head) * HEAD_DIM;
     const int64_t first_token =
         (static_cast<int64_t>(row) * heads + head) * table_pages * PAGE_TOKENS + page_index * PAGE_TOKENS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    // Keys: a word is 8 consecutive channels of one token, 16 bytes of the result
-    for (int unit = warp; unit < 2 * KEY_TILES * KEY_STEPS; unit += WARPS) {
-        const int step = unit % KEY_STEPS, tile = unit / KEY_STEPS % KEY_TILES, half = unit / KEY_STEPS / KEY_TILES;
-        const Words4 operand = *reinterpret_cast<const Words4*>(page + key_operand(half, tile, step, lane));
+    for (int unit = warp; unit < 2 * KEY_TILES; unit += WARPS) {
+        const int half = unit / KEY_TILES, tile = unit % KEY_TILES;
+        const KeyTile operands(page, half, tile, lane);
 #pragma unroll
-        for (int b = 0; b < 2; ++b) {
-            const int channel = 64 * step + 32 * b + 8 * t;
-            float shift[8] = {};
-            if (mean != nullptr) {
-                const Words4 pairs = *reinterpret_cast<const Words4*>(mean + channel);
+        for (int r = 0; r < 2; ++r) {
+            const int64_t token = first_token + HALF_TOKENS * half + key_row_token(tile, 8 * r + lane / 4);
 #pragma unroll
-                for (int i = 0; i < 8; ++i) shift[i] = bits_to_f32((pairs.x[i / 2] >> (16 * (i % 2))) << 16);
-            }
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
+            for (int c = 0; c < KEY_CHUNKS; ++c) {
                 float x[8];
-                decode_values(operand.x[2 * b + r], x);
-                const float scale = decode_scale(page[key_scale(half, tile, step, g, r) + (32 * b + 8 * t) / BLOCK_SIZE]);
-                Words4 result;
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    result.x[i] = to_pair(x[2 * i] * scale + shift[2 * i], x[2 * i + 1] * scale + shift[2 * i + 1]);
-                const int64_t token = first_token + HALF_TOKENS * half + key_row_token(tile, 8 * r + g);
-                *reinterpret_cast<Words4*>(keys + token * HEAD_DIM + channel) = result;
+                operands.decode(page, mean, half, tile, r, c, lane, x);
+                *reinterpret_cast<Words4*>(keys + token * HEAD_DIM + key_channel(c, lane)) = to_words(x);
             }
         }
     }
 
-    // Values: a word is 8 tokens of one channel, so they are turned round in shared memory
     for (int half = 0; half < 2; ++half) {
-        for (int tile = warp; tile < VALUE_TILES; tile += WARPS) {
-            const Words4 operand = *reinterpret_cast<const Words4*>(page + value_operand(half, tile, lane));
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = i & 1, k = 32 * (i >> 1) + 8 * t;
-                float x[8];
-                decode_values(operand.x[i], x);
-                const float scale = decode_scale(page[value_scale(half, tile, g, r) + k / BLOCK_SIZE]);
-#pragma unroll
-                for (int n = 0; n < 8; ++n)
-                    staged[value_k_token(k + n) * VALUE_PITCH + 16 * tile + 8 * r + g] =
-                        static_cast<uint16_t>(to_pair(x[n] * scale, 0.f));
-            }
-        }
+        for (int tile = warp; tile < VALUE_TILES; tile += WARPS) stage_values(page, half, tile, lane, staged);
         __syncthreads();
-        constexpr int ROW_UNITS = HEAD_DIM / 8;  // of 16 bytes
-        for (int unit = threadIdx.x; unit < HALF_TOKENS * ROW_UNITS; unit += 32 * WARPS) {
-            const int token = unit / ROW_UNITS, channel = 8 * (unit % ROW_UNITS);
-            *reinterpret_cast<Words4*>(values + (first_token + HALF_TOKENS * half + token) * HEAD_DIM + channel) =
-                *reinterpret_cast<const Words4*>(staged + token * VALUE_PITCH + channel);
+        for (int i = threadIdx.x; i < HALF_TOKENS * ROW_UNITS; i += 32 * WARPS) {
+            const int token = i / ROW_UNITS, unit = i % ROW_UNITS;
+            *reinterpret_cast<Words4*>(values + (first_token + HALF_TOKENS * half + token) * HEAD_DIM + 8 * unit) =
+                staged[staged_unit(token, unit)];
         }
         __syncthreads();  // the next half overwrites what was staged
     }

@@ -52,11 +52,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     } while (!done);
 }
 
+// Cache policy of data that is read once: what else is in L2 stays there.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Copies bytes (a multiple of 16, both addresses aligned to 16) and completes on the barrier.
-__device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-                 "l"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
+__device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier,
+                                          uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            target),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
 }
 
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
@@ -70,6 +80,14 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
+                 : "memory");
+}
+
+// Stores the transposes of four 8x8 matrices of 16-bit elements, of each of which a lane holds two of a row. Lanes
+// 8i..8i+7 give the addresses of the rows stored of matrix i.
+__device__ __forceinline__ void stmatrix_x4_transposed(uint32_t address, const uint32_t (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
 
@@ -122,12 +140,29 @@ __device__ __forceinline__ void store_f32x4(float* p, const float (&x)[4]) {
                  : "memory");
 }
 
+// A load that stays where it is written, so that its registers are not taken long before.
+__device__ __forceinline__ Words4 load_in_place(const void* p) {
+    Words4 r;
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x[0]), "=r"(r.x[1]), "=r"(r.x[2]), "=r"(r.x[3])
+                 : "l"(p)
+                 : "memory");
+    return r;
+}
+
 // --- Arithmetic
 
 // 2^x to about 2 ulp; 0 for -inf.
 __device__ __forceinline__ float exp2_fast(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// 1 / x to about 1 ulp.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
 
@@ -198,4 +233,91 @@ __device__ __forceinline__ uint32_t f32_to_e4m3(float x) {
     uint32_t r;
     asm("{\n.reg .b16 t;\ncvt.rn.satfinite.e4m3x2.f32 t, %1, %2;\ncvt.u32.u16 %0, t;\n}" : "=r"(r) : "f"(0.f), "f"(x));
     return r;
+}
+
+// Two values to E4M3 bytes, to nearest even, saturating at 448.
+__device__ __forceinline__ uint32_t f32x2_to_e4m3x2(float low, float high) {
+    uint32_t r;
+    asm("{\n.reg .b16 t;\ncvt.rn.satfinite.e4m3x2.f32 t, %1, %2;\ncvt.u32.u16 %0, t;\n}" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+
+// --- Arithmetic on pairs of 16-bit values, and an approximate reciprocal (1 ulp)
+
+__device__ __forceinline__ uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+    return r;
+}
+
+// The one that is a number, where the other is NaN.
+__device__ __forceinline__ uint32_t min_f16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("min.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// max(|a|, |b|) with the sign of a · b.
+__device__ __forceinline__ uint32_t max_magnitude_f16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+__device__ __forceinline__ uint32_t max_magnitude_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t r;
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// Bytes of two words by the four selectors of `prmt`.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selectors) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selectors));
+    return r;
+}
+
+// --- Asynchronous copies of 16 bytes to shared memory, completed in groups of the thread
+
+__device__ __forceinline__ void async_copy_16(uint32_t target, const void* source) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void async_copies_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+__device__ __forceinline__ void async_copies_wait() {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+}
+
+// --- Loads from global memory through addresses that the compiler cannot tell the space of
+
+__device__ __forceinline__ void load_global(uint32_t (&x)[2], const void* source) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(source) : "memory");
+}
+
+__device__ __forceinline__ void load_global(Words4& x, const void* source) {
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x[0]), "=r"(x.x[1]), "=r"(x.x[2]), "=r"(x.x[3])
+                 : "l"(source)
+                 : "memory");
+}
+
+__device__ __forceinline__ int64_t load_global_word(const int64_t* source) {
+    int64_t x;
+    asm volatile("ld.global.s64 %0, [%1];" : "=l"(x) : "l"(source) : "memory");
+    return x;
 }
