@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bitdecoding.kernels.buffers import MAX_DECODE_TOKENS, TAIL_TOKENS
+from bitdecoding.kernels.buffers import TAIL_TOKENS
 from bitdecoding.kernels.control import Counters, SlotTables, StepPlan, control_step
 from bitdecoding.kernels.schedule import items_of_row, units_of_row
-from bitdecoding.recipe import PAGE_SIZE
+from bitdecoding.recipe import MAX_DECODE_TOKENS, PAGE_SIZE
 
 GARBAGE = 2147480000
 

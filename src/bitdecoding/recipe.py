@@ -19,6 +19,7 @@ from bitdecoding.numerics.probability import DEFAULT_C, DEFAULT_TAU, Probability
 from bitdecoding.numerics.rotation import hadamard_block
 
 __all__ = [
+    "MAX_DECODE_TOKENS",
     "PAGE_SIZE",
     "SINK_TOKENS",
     "Arithmetic",
@@ -41,6 +42,8 @@ MIN_C, MAX_C = 2.0**-10, 2.0**10
 """Range of the factor c: its products with probabilities stay far from the ends of fp32."""
 SINK_TOKENS = 16
 """First tokens of a sequence that stay 16-bit in the paper's recipe."""
+MAX_DECODE_TOKENS = 8
+"""A step of more tokens over a filled cache is a chunk of a prefill: it reads FP4 pages with 16-bit query and P."""
 
 
 class KVFormat(Choice):

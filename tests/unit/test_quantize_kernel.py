@@ -1,4 +1,4 @@
-"""The quantize kernels without a GPU: resources of every instance, results of the code built for the host, arguments."""
+"""The quantize kernels without a GPU: resources of every instance, results of their code on the host, arguments."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from quantize_cases import (
     check_nan,
     check_prefill,
     check_promotion,
-    layout_of,
+    extreme,
     ordinary,
 )
 
@@ -31,12 +31,12 @@ from bitdecoding.kernels.compile import ARCHS, compile_kernel
 from bitdecoding.kernels.layout import SUPPORTED_HEAD_DIMS, ArchFamily, PageLayout
 from bitdecoding.kernels.quantize import Promotion, QuantizeConfig, promote_pages, store_chunk
 from bitdecoding.numerics.blocks import BlockFormat
-from bitdecoding.recipe import get_recipe, presets
+from bitdecoding.recipe import get_recipe
 
 NVFP4, MXFP4 = BlockFormat
 LAYOUTS = [PageLayout(*choice) for choice in product(ArchFamily, BlockFormat, SUPPORTED_HEAD_DIMS)]
 SHARED_LIMIT = {ArchFamily.SM90: 227 * 1024, ArchFamily.SM120: 99 * 1024}
-RECIPES = {
+RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "standard": {"search": False, "rotate": False},
     "centered": {"centered": True},
@@ -101,7 +101,7 @@ def host(monkeypatch: pytest.MonkeyPatch, shim: Path) -> Iterator[Host]:
 
 
 def layer(fmt: BlockFormat = NVFP4, dim: int = 64, arch: ArchFamily = ArchFamily.SM90, **choice: Any) -> Layer:
-    return Layer(layout_of(arch, fmt, dim), **choice)
+    return Layer(PageLayout(arch, fmt, dim), **choice)
 
 
 @needs_compiler
@@ -120,6 +120,13 @@ def test_standard_rule_without_rotation_in_the_other_bit_order(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
     made = layer(fmt, arch=ArchFamily.SM120, search=False, rotate=False, smooth=False)
     check_prefill(made, adversarial(300, made))
+
+
+@needs_compiler
+@pytest.mark.parametrize("fmt", BlockFormat)
+def test_values_of_every_size(host: Host, fmt: BlockFormat) -> None:
+    made = layer(fmt, rotate=False, smooth=False, blocks=30)
+    check_prefill(made, extreme(128 * 20, made))
 
 
 @needs_compiler
@@ -151,7 +158,7 @@ def test_centered_pages(host: Host) -> None:
     ids=str,
 )
 def test_chunks_equal_one_prefill(host: Host, bounds: list[int]) -> None:
-    check_chunks(Layer, bounds, layout=layout_of(ArchFamily.SM90, NVFP4, 64))
+    check_chunks(layer, bounds)
 
 
 @needs_compiler
@@ -169,13 +176,13 @@ def test_promotion_of_layers(host: Host, recipe: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("choice", [{}, {"centered": True}], ids=str)
 @pytest.mark.parametrize("fmt", BlockFormat)
-def test_nan_stays_where_it_is(host: Host, fmt: BlockFormat, choice: dict[str, bool]) -> None:
+def test_nan_stays_where_it_is(host: Host, fmt: BlockFormat, choice: dict[str, Any]) -> None:
     check_nan(layer(fmt, **choice))
 
 
 @needs_compiler
 def test_padded_pages_end_in_zeros(host: Host) -> None:
-    made = Layer(layout_of(ArchFamily.SM90, MXFP4, 64, padded=True))
+    made = Layer(PageLayout(ArchFamily.SM90, MXFP4, 64, padded=True))
     check_prefill(made, ordinary(128, made))
     assert not made.buffers.pages[3, :, made.layout.value_scales.end :].any()
 
@@ -206,7 +213,7 @@ def arguments(made: Layer, **changes: Any) -> dict[str, Any]:
         ("rows", torch.zeros(1, 5, dtype=torch.int32)),
         ("block_table", torch.zeros(1, 3)),
         ("block_table", torch.zeros(2, 3, dtype=torch.int32)),
-        ("block_table", torch.zeros(3, 1, dtype=torch.int32).expand(3, 4).T[:1]),
+        ("block_table", torch.zeros(3, 4, dtype=torch.int32).T[:1]),
         ("new_keys", torch.zeros(130, 2, 64)),
         ("new_keys", torch.zeros(130, 3, 64, dtype=torch.bfloat16)),
         ("new_values", torch.zeros(129, 2, 64, dtype=torch.bfloat16)),
@@ -219,9 +226,7 @@ def arguments(made: Layer, **changes: Any) -> dict[str, Any]:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_arguments_are_refused_by_name(
-    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_arguments_are_refused_by_name(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_buffers, "require_cuda", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(InvalidInputError, match=f"^{name}: "):
@@ -264,4 +269,3 @@ def test_recipes_choose_their_kernel() -> None:
     for field, value in (("rotation_seed", 1), ("rotation_block", 16), ("key_rule", "max4"), ("value_rule", "4over6")):
         with pytest.raises(UnsupportedError, match=f"^{field}: no kernel encodes"):
             QuantizeConfig.of_recipe(recipe.replace(**{field: value}), layout, torch.bfloat16)
-    assert presets

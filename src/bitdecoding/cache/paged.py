@@ -23,10 +23,11 @@ import torch
 from bitdecoding.cache.codec import LayerCodec, kept_dtype
 from bitdecoding.cache.formats import EncodedPages
 from bitdecoding.calibration.data import Calibration, LayerCalibration
-from bitdecoding.errors import CalibrationError, InvalidInputError
+from bitdecoding.errors import CalibrationError, InvalidInputError, UnsupportedError
+from bitdecoding.names import Choice
 from bitdecoding.numerics.blocks import BlockFormat
 from bitdecoding.numerics.validation import check_finite, check_fits
-from bitdecoding.recipe import PAGE_SIZE, Arithmetic, KeyRounding, KVFormat, Recipe, ValueBlocks
+from bitdecoding.recipe import MAX_DECODE_TOKENS, PAGE_SIZE, Arithmetic, KeyRounding, KVFormat, Recipe, ValueBlocks
 from bitdecoding.reference.causal import causal_attention
 from bitdecoding.reference.vectorized import (
     LogitRule,
@@ -39,8 +40,9 @@ from bitdecoding.reference.vectorized import (
 )
 
 __all__ = [
-    "MAX_DECODE_TOKENS",
+    "Backend",
     "BlockTable",
+    "CacheLayer",
     "CacheMemory",
     "EncodedKeysValues",
     "PageBackend",
@@ -48,11 +50,9 @@ __all__ = [
     "PageStore",
     "PagedFP4Cache",
     "PagedLayer",
+    "RowStore",
     "TorchBackend",
 ]
-
-MAX_DECODE_TOKENS = 8
-"""A step of more tokens over a filled cache is a chunk of a prefill: it reads FP4 pages with 16-bit query and P."""
 
 _ENCODED_AT_ONCE = 64
 """Pages encoded at a time; bounds the fp32 copies."""
@@ -702,6 +702,71 @@ class PagedLayer:
         return padding
 
 
+class RowStore(Protocol):
+    """Whose tokens a layer holds: what `PageStore` tells of them and does with them."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Cached tokens of each row."""
+        ...
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the cache."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window in tokens, or None."""
+        ...
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Replace the rows by copies of these rows."""
+        ...
+
+    def free(self) -> None:
+        """Forget all rows."""
+        ...
+
+    def memory(self) -> CacheMemory:
+        """Bytes in use and allocated."""
+        ...
+
+
+class CacheLayer(Protocol):
+    """A layer of a `PagedFP4Cache`, whatever its backend."""
+
+    name: str
+
+    @property
+    def store(self) -> RowStore:
+        """The layer's rows."""
+        ...
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        logits: LogitRule,
+        padding: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """As `PagedLayer.attend`."""
+        ...
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, padding: Sequence[int] | None = None) -> None:
+        """As `PagedLayer.append`."""
+        ...
+
+
+class Backend(Choice):
+    """What computes with a cache."""
+
+    AUTO = "auto"
+    TORCH = "torch"
+    KERNELS = "kernels"
+
+
 class PagedFP4Cache:
     """The KV cache of a model: encoded pages under any recipe, sink and recent tokens in 16 bits.
 
@@ -716,13 +781,16 @@ class PagedFP4Cache:
         windows: sliding window of each layer in tokens or None; left out where no layer slides.
         device: where the cache lives.
         dtype: the model's; sink and recent tokens are bfloat16 where it is not a 16-bit one.
+        backend: ``torch`` (any recipe and device), ``kernels`` (CUDA), or ``auto``: kernels where there are some for
+            the device, the model's dtype, the head_dim and the recipe.
 
     Raises:
-        UnsupportedError: a head_dim that the recipe's format cannot store.
+        UnsupportedError: a head_dim that the recipe's format cannot store; with ``kernels``, what they do not support.
         CalibrationError: the recipe needs statistics that ``calibration`` lacks, or they are of another shape.
 
     Attributes:
-        layers: one `PagedLayer` a layer, to be stepped one by one.
+        backend: the one in use, ``torch`` or ``kernels``.
+        layers: one a layer (`PagedLayer`, or `KernelLayer` with the same interface), to be stepped in order.
     """
 
     def __init__(
@@ -736,6 +804,7 @@ class PagedFP4Cache:
         windows: Sequence[int | None] | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
+        backend: Backend | str = Backend.AUTO,
     ) -> None:
         if calibration is not None and calibration.num_layers != num_layers:
             raise CalibrationError(
@@ -745,16 +814,26 @@ class PagedFP4Cache:
             windows = [None] * num_layers
         if len(windows) != num_layers:
             raise InvalidInputError(f"windows: expected {num_layers}, one a layer, got {len(windows)}")
-        stored = kept_dtype(dtype)
         self.recipe = recipe
-        self.layers: list[PagedLayer] = []
+        statistics = [None if calibration is None else calibration.layer(i) for i in range(num_layers)]
+        self.backend = _choose_backend(Backend(backend), recipe, head_dim, dtype, torch.device(device))
+        self.layers: Sequence[CacheLayer]
+        if self.backend is Backend.KERNELS:
+            from bitdecoding.cache.gpu import kernel_groups  # needs cuda-core, and this module
+
+            self.layers = kernel_groups(
+                recipe, num_kv_heads, head_dim, statistics, windows, device=torch.device(device), dtype=dtype
+            )
+            return
+        stored = kept_dtype(dtype)
+        layers = []
         for i, window in enumerate(windows):
-            statistics = None if calibration is None else calibration.layer(i)
-            backend = TorchBackend(
-                recipe, num_kv_heads, head_dim, statistics, device=device, dtype=stored, name=f"layer {i}"
+            torch_backend = TorchBackend(
+                recipe, num_kv_heads, head_dim, statistics[i], device=device, dtype=stored, name=f"layer {i}"
             )
             store = PageStore(num_kv_heads, head_dim, recipe.sink_tokens, window, device=device, dtype=stored)
-            self.layers.append(PagedLayer(store, backend, f"layer {i}"))
+            layers.append(PagedLayer(store, torch_backend, f"layer {i}"))
+        self.layers = layers
 
     @property
     def lengths(self) -> list[int]:
@@ -774,3 +853,20 @@ class PagedFP4Cache:
     def memory(self) -> CacheMemory:
         """Bytes in use and allocated, over all layers."""
         return CacheMemory.of_layers([layer.store.memory() for layer in self.layers])
+
+
+def _choose_backend(
+    backend: Backend, recipe: Recipe, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Backend:
+    """`Backend.AUTO` resolved; `UnsupportedError` where kernels are asked for and there are none."""
+    if backend is Backend.TORCH or (backend is Backend.AUTO and device.type != "cuda"):
+        return Backend.TORCH
+    from bitdecoding.cache.gpu import check_kernels
+
+    try:
+        check_kernels(recipe, head_dim, dtype, device)
+    except UnsupportedError:
+        if backend is Backend.KERNELS:
+            raise
+        return Backend.TORCH
+    return Backend.KERNELS

@@ -7,9 +7,9 @@ import torch
 from bitdecoding.errors import InvalidInputError
 from bitdecoding.kernels.compile import require_cuda
 from bitdecoding.kernels.layout import ArchFamily, PageLayout
+from bitdecoding.recipe import MAX_DECODE_TOKENS, PAGE_SIZE
 
 __all__ = [
-    "MAX_DECODE_TOKENS",
     "MODEL_DTYPES",
     "TAIL_TOKENS",
     "LayerBuffers",
@@ -17,9 +17,7 @@ __all__ = [
     "check_tensor",
 ]
 
-MAX_DECODE_TOKENS = 8
-"""New tokens a row that the decode kernel takes."""
-TAIL_TOKENS = 136
+TAIL_TOKENS = PAGE_SIZE + MAX_DECODE_TOKENS
 """Ring of 16-bit tokens of a slot: a page and the tokens of one decode step. Position p lies at index p % 136."""
 MODEL_DTYPES = (torch.bfloat16, torch.float16)
 

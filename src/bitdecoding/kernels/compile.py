@@ -34,6 +34,7 @@ __all__ = [
     "arch_of_capability",
     "compile_kernel",
     "kernel_cache_folder",
+    "require_compiler",
     "require_cuda",
 ]
 
@@ -248,6 +249,11 @@ def require_cuda(device: torch.device) -> None:
     """Raise `UnsupportedError` unless this is a CUDA device."""
     if device.type != "cuda":
         raise UnsupportedError(f"device: kernels run on CUDA devices, got {str(device)!r}")
+
+
+def require_compiler() -> None:
+    """Raise `UnsupportedError` unless kernels can be compiled: cuda-core and NVRTC are installed."""
+    _nvrtc_version()
 
 
 class _TorchStream:

@@ -117,6 +117,15 @@ class SlotTables:
         for numbers in (self.tail_stamps, self.sink_stamps, self.counters):
             numbers.zero_()
 
+    def take_over(self, smaller: "SlotTables") -> None:
+        """Become what tables of fewer blocks and slots were, on torch's current stream."""
+        for name in (
+            "tail_of_block", "tail_keys", "tail_older_keys", "tail_stamps",
+            "sink_of_block", "sink_keys", "sink_stamps", "counters",
+        ):  # fmt: skip
+            old: torch.Tensor = getattr(smaller, name)
+            getattr(self, name)[: old.shape[0]] = old
+
     def read_counters(self) -> Counters:
         """The counters' values; waits for the device."""
         return Counters(*self.counters.tolist())

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from bitdecoding.errors import InvalidInputError, UnsupportedError
-from bitdecoding.kernels.buffers import MAX_DECODE_TOKENS, LayerBuffers, check_heads, check_tensor
+from bitdecoding.kernels.buffers import LayerBuffers, check_heads, check_tensor
 from bitdecoding.kernels.compile import Kernel
 from bitdecoding.kernels.decode_config import DecodeConfig, DecodeShape, choose_config, choose_shape
 from bitdecoding.kernels.schedule import max_units
 from bitdecoding.numerics.probability import DEFAULT_C, DEFAULT_TAU
-from bitdecoding.recipe import Arithmetic
+from bitdecoding.recipe import MAX_DECODE_TOKENS, Arithmetic
 from bitdecoding.reference.vectorized import LogitRule
 
 __all__ = ["DecodeArithmetic", "DecodePlan", "DecodeWorkspace", "decode"]

@@ -8,7 +8,7 @@ __all__ = ["CHUNK_TOKENS", "TILE_OVERHEAD", "RowUnits", "items_of_row", "max_uni
 
 CHUNK_TOKENS = 32
 """16-bit tokens in a unit."""
-TILE_OVERHEAD = 4
+TILE_OVERHEAD = 8
 """What the end of a tile costs beside its units, in units."""
 
 

@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from bitdecoding.cache.paged import CacheMemory, PagedFP4Cache, PagedLayer
+from bitdecoding.cache.paged import CacheLayer, CacheMemory, PagedFP4Cache
 from bitdecoding.calibration.data import Calibration
 from bitdecoding.errors import InvalidInputError, UnsupportedError
 from bitdecoding.integrations.transformers.attention import ATTENTION_NAME, bind, use_attention
@@ -110,7 +110,7 @@ class _FP4Layer(CacheLayerMixin):
     # Windows are this layer's own business: Transformers must make the same, unsliced padding mask for all layers.
     is_sliding = False
 
-    def __init__(self, paged: PagedLayer, config: PretrainedConfig) -> None:
+    def __init__(self, paged: CacheLayer, config: PretrainedConfig) -> None:
         super().__init__()
         self._paged = paged
         self._config = config

@@ -120,7 +120,8 @@ __device__ __forceinline__ KeyBlock quantize_key_values(const float (&x)[16]) {
     bool exact = NVFP4 && amax > first.divisor.value * (6.5f * UNIT);
     if (KEY_SEARCH) {
         other_error = round_values<false, false>(x, second.divisor, other);
-        exact |= fabsf(other_error - error) <= error * (1.f / 131072.f);  // too close for sums in another order
+        // Too close for sums in another order, or for squares that are subnormal
+        exact |= fabsf(other_error - error) <= fmaf(error, 1.f / 131072.f, 1e-30f);
     }
     if (__any_sync(ALL_LANES, exact)) {
         error = round_values<true, true>(x, first.divisor, pairs);

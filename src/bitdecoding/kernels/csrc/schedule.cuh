@@ -6,7 +6,7 @@
 
 constexpr int TAIL_TOKENS = 136;   // ring of 16-bit tokens: a page and the tokens of one decode step
 constexpr int CHUNK_TOKENS = 32;   // 16-bit tokens in a unit; about the bytes of an FP4 page
-constexpr int TILE_OVERHEAD = 4;   // what the end of a tile costs beside its units, in units
+constexpr int TILE_OVERHEAD = 8;   // what the end of a tile costs beside its units, in units
 constexpr int TOKENS_OF_PAGE = 128;
 
 // One row of the step's state; see bitdecoding.kernels.control.
