@@ -1,11 +1,12 @@
 """Time the kernels, and their peers in the same run, on one GPU and write every row to one JSON file.
 
-    python benchmarks/kernels.py [--quick] [--only REGEX] [--output benchmarks/results/h200-kernels.json]
+    python benchmarks/kernels.py [--must-show] [--only REGEX] [--output benchmarks/results/h200-kernels.json]
 
 Times are medians over replays of a CUDA graph. Each call in a graph reads the cache of another layer, as many layers
 as it takes to exceed the L2 cache several times, so that no row runs from it. A row that fails says why in its `error`.
 The measuring process is a child: when a kernel hangs or breaks the CUDA context, that row is noted, and a new child
-goes on behind it. `benchmarks/kernels_plots.py` draws the results.
+goes on behind it. `benchmarks/kernels_plots.py` draws the results. ``--compile`` compiles what a run needs into the
+library's cache folder and measures nothing; it needs no GPU.
 """
 
 import argparse
@@ -21,19 +22,33 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+# This folder would make this file the package `kernels` that transformers looks for
+if str(Path(__file__).resolve().parent) in sys.path:
+    sys.path.remove(str(Path(__file__).resolve().parent))
+
 import torch
 
-from bitdecoding import __version__
+from bitdecoding import BitDecodingError, __version__
+from bitdecoding.kernels.buffers import TAIL_TOKENS, LayerBuffers
+from bitdecoding.kernels.compile import arch_of_capability, compile_kernel
+from bitdecoding.kernels.control import SlotTables, StepPlan, control_step
+from bitdecoding.kernels.decode import DecodeArithmetic, DecodePlan, DecodeWorkspace, decode
+from bitdecoding.kernels.decode_config import DecodeConfig, DecodeShape, choose_config, choose_shape
+from bitdecoding.kernels.gather import gather
 from bitdecoding.kernels.layout import ArchFamily, PageLayout
+from bitdecoding.kernels.quantize import Promotion, QuantizeConfig, promote_pages, store_chunk
+from bitdecoding.kernels.schedule import RowUnits, items_of_row, units_of_row
 from bitdecoding.numerics.blocks import BlockFormat
-from bitdecoding.recipe import PAGE_SIZE, SINK_TOKENS, Arithmetic
+from bitdecoding.numerics.ldlq import LdlqFactors
+from bitdecoding.recipe import PAGE_SIZE, SINK_TOKENS, Arithmetic, get_recipe
 from bitdecoding.reference.vectorized import LogitRule
 
 try:  # comes with torch where there is a GPU
@@ -49,15 +64,14 @@ DEFAULT_OUTPUT = Path(__file__).parent / "results" / "h200-kernels.json"
 COLUMNS = (
     *("kernel", "kv_format", "mode", "batch", "num_q_heads", "num_kv_heads", "head_dim", "context"),
     *("us", "tb_per_s", "pct_of_read", "speedup_vs_best_bf16"),
-    *("model", "q_len", "plus", "schedule", "error"),
+    *("model", "q_len", "plus", "schedule", "note", "error"),
 )
 OTHER_KERNELS = ("step_overhead", "quantize", "gather")
 KEY_COLUMNS = (*COLUMNS[:8], "q_len", "plus")
 """What tells rows apart."""
 
+DEVICE = "cuda"
 RECENT_TOKENS = 64  # half a page, the average of a running request; the step's new tokens included
-TAIL_TOKENS = 136
-CHUNK_TOKENS = 32  # 16-bit tokens in a unit of work
 STEP_LAYERS = 36
 DTYPE_BYTES = 2
 K, M = 1 << 10, 1 << 20
@@ -99,44 +113,53 @@ class Variant:
     plus: bool = False
 
 
+@dataclass(frozen=True)
+class Group:
+    """Decode rows of one point; beside them all peers, or only the BF16 ones that speed-ups need."""
+
+    point: Point
+    variants: tuple[Variant, ...]
+    all_peers: bool = False
+
+
 QWEN3_4B = Shape("Qwen3-4B", 32, 8, 128)
 QWEN3_30B = Shape("Qwen3-30B-A3B", 32, 4, 128)
 HEAD_DIM_64 = Shape("32 heads of 64", 32, 8, 64)
-SMOLLM2 = Shape("SmolLM2-135M", 9, 3, 64)
 HEAD_DIM_256 = Shape("16 heads of 256", 16, 8, 256)
 
 NVFP4, MXFP4 = BlockFormat.NVFP4, BlockFormat.MXFP4
-FOUR = (Variant(NVFP4), Variant(MXFP4), Variant(NVFP4, "native"), Variant(MXFP4, "native"))
-SIX = (*FOUR, Variant(NVFP4, plus=True), Variant(MXFP4, plus=True))
+PLAIN, PLUS = Variant(NVFP4), Variant(NVFP4, plus=True)
+BOTH_FORMATS = (PLAIN, Variant(MXFP4))
+WITH_NATIVE = (*BOTH_FORMATS, Variant(NVFP4, "native"))
+MUST_SHOW_VARIANTS = (*WITH_NATIVE, PLUS)
+OVERHEAD_POINT = Point(QWEN3_4B, 1, 8 * K)
+APPEND_POINT = Point(QWEN3_4B, 1, PAGE_SIZE)
+CONVERTED_TOKENS = 128 * K
 
 
-def decode_points(quick: bool = False) -> dict[Point, tuple[Variant, ...]]:
-    """Kernels of ours at each point, the rows of issue 3's table of targets first."""
-    points: dict[Point, tuple[Variant, ...]] = {}
-    for shape, batch, context in (
-        *((QWEN3_4B, batch, 128 * K) for batch in (16, 64, 1)),
-        (QWEN3_4B, 1, 8 * K),
-        (QWEN3_30B, 64, 128 * K),
-    ):
-        points[Point(shape, batch, context)] = (*SIX, Variant(NVFP4, "native", plus=True))
-    if quick:
-        return points
+def must_show_groups() -> list[Group]:
+    """Issue 3's table of targets; the largest cache first, whose memory serves all others."""
+    points = [
+        *(Point(QWEN3_4B, batch, 128 * K) for batch in (64, 16, 1)),
+        Point(QWEN3_4B, 1, 8 * K),
+        Point(QWEN3_30B, 64, 128 * K),
+    ]
+    return [Group(point, MUST_SHOW_VARIANTS, all_peers=True) for point in points]
 
-    def add(shape: Shape, batches: Iterable[int], contexts: Iterable[int], variants: tuple[Variant, ...]) -> None:
-        for context in contexts:
-            for batch in batches:
-                points.setdefault(Point(shape, batch, context), variants)
 
-    add(QWEN3_4B, (1, 4, 16, 64), (8 * K, 32 * K, 128 * K, K), SIX)
-    add(QWEN3_30B, (1, 16, 64), (128 * K, 8 * K, 32 * K), FOUR)
-    add(HEAD_DIM_256, (1, 16), (128 * K, 8 * K), FOUR)
-    add(HEAD_DIM_64, (1, 16, 64), (128 * K, 8 * K), FOUR)
-    add(SMOLLM2, (1, 16), (8 * K, K), FOUR)
-    add(QWEN3_4B, (1,), (M,), SIX)
-    add(QWEN3_30B, (1,), (M,), FOUR)
-    for batch in (1, 16):
-        points[Point(QWEN3_4B, batch, 128 * K, q_len=4)] = (Variant(NVFP4), Variant(MXFP4))
-    return points
+def other_groups() -> list[Group]:
+    """The rest of a run."""
+    shown = {group.point for group in must_show_groups()}
+    main = [Point(QWEN3_4B, batch, context) for context in (8 * K, 32 * K, 128 * K, K) for batch in (1, 16, 64)]
+    rest = (Variant(MXFP4, "native"), Variant(MXFP4, plus=True))
+    return [
+        *(Group(Point(QWEN3_4B, batch, context), rest) for batch, context in ((1, 128 * K), (16, 128 * K), (1, 8 * K))),
+        *(Group(point, (PLAIN,)) for point in main if point not in shown),
+        Group(Point(QWEN3_30B, 1, 128 * K), WITH_NATIVE),
+        Group(Point(QWEN3_30B, 16, 8 * K), WITH_NATIVE),
+        *(Group(Point(shape, b, 32 * K), BOTH_FORMATS) for shape in (HEAD_DIM_64, HEAD_DIM_256) for b in (1, 16)),
+        Group(Point(QWEN3_4B, 1, M), (PLAIN,)),
+    ]
 
 
 def query_bytes(point: Point) -> int:
@@ -190,6 +213,33 @@ def layers_for(bytes_of_layer: int) -> int:
 # --- Buffers of our kernels, filled with random valid bytes
 
 
+class Pool:
+    """Random memory that cases use in turn: allocating and filling it for each of them takes longer than timing them.
+
+    Args:
+        dtype: of its elements.
+        fill: writes random numbers into a new piece of memory.
+    """
+
+    def __init__(self, dtype: torch.dtype, fill: Callable[[torch.Tensor], object]) -> None:
+        self._dtype = dtype
+        self._fill = fill
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def take(self, *shape: int, device: str) -> torch.Tensor:
+        """A tensor at the start of the memory, good until the next call."""
+        size = math.prod(shape)
+        if device not in self._memory or self._memory[device].numel() < size:
+            self._memory.pop(device, None)
+            self._memory[device] = torch.empty(-(-size // 8) * 8, dtype=self._dtype, device=device)
+            self._fill(self._memory[device])
+        return self._memory[device][:size].view(shape)
+
+
+RANDOM_BYTES = Pool(torch.uint8, lambda memory: memory.view(torch.int64).random_(-(2**63), None))
+RANDOM_16BIT = Pool(torch.bfloat16, torch.Tensor.normal_)
+
+
 @dataclass
 class DecodeBuffers:
     """Everything that decode steps of one point need; every row has the same lengths.
@@ -197,7 +247,7 @@ class DecodeBuffers:
     Attributes:
         layout: of the pages.
         q, k_new, v_new: BF16 [batch, q_len, heads, head_dim].
-        pages: uint8 [layers, blocks, kv_heads, page_bytes].
+        pages: uint8 [layers, blocks, kv_heads, page_bytes], in memory that the next case overwrites.
         means: BF16 [layers, blocks, kv_heads, head_dim], for page-centred keys.
         tail: BF16 [layers, batch, 2, kv_heads, 136, head_dim]; row i has slot i.
         sink: BF16 [layers, batch, 2, kv_heads, 16, head_dim]; row i has slot i.
@@ -206,7 +256,7 @@ class DecodeBuffers:
         item_prefix: int32 [batch + 1], as the control kernel leaves it with granule 1.
         lengths: int32 [batch], cached tokens at the end of the step.
         key_mean: fp32 [kv_heads, head_dim], of smoothed keys.
-        units: of work of a row and KV head (csrc/schedule.cuh).
+        units: of work of a row and KV head.
     """
 
     layout: PageLayout
@@ -222,7 +272,7 @@ class DecodeBuffers:
     item_prefix: torch.Tensor
     lengths: torch.Tensor
     key_mean: torch.Tensor
-    units: int
+    units: RowUnits
 
     @property
     def layers(self) -> int:
@@ -230,21 +280,20 @@ class DecodeBuffers:
         return self.pages.shape[0]
 
 
-def fill_pages(pages: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """Fill uint8 [..., page_bytes] in place with random codes and finite, ordinary scales."""
+def fill_scales(pages: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Write finite, ordinary scales into random bytes [..., page_bytes]."""
     first, last = SCALE_BYTES[layout.block_format]
-    pages.random_(0, 256)
     for section in (layout.key_scales, layout.value_scales):
         pages[..., section.slice].random_(first, last + 1)
     return pages
 
 
-def random_16bit(*shape: int, device: str) -> torch.Tensor:
+def random_16bit(*shape: int) -> torch.Tensor:
     """BF16, standard normal."""
-    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
+    return torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
 
 
-def decode_buffers(point: Point, variant: Variant, layers: int, device: str = "cuda") -> DecodeBuffers:
+def decode_buffers(point: Point, variant: Variant, layers: int) -> DecodeBuffers:
     """Buffers of `point` after `context` tokens in pages and `RECENT_TOKENS` in 16 bits, the new ones among them."""
     shape, batch = point.shape, point.batch
     layout = page_layout(shape, variant.kv_format)
@@ -252,27 +301,26 @@ def decode_buffers(point: Point, variant: Variant, layers: int, device: str = "c
     blocks = batch * width
     new = (batch, point.q_len, shape.kv_heads, shape.head_dim)
     length = point.context + RECENT_TOKENS
-    units = point.context // PAGE_SIZE + math.ceil(SINK_TOKENS / CHUNK_TOKENS) + math.ceil(RECENT_TOKENS / CHUNK_TOKENS)
-    state = torch.zeros((batch, 8), dtype=torch.int32, device=device)
-    rows = torch.arange(batch, dtype=torch.int32, device=device)
+    units = units_of_row(length, length - point.q_len, True, None, SINK_TOKENS)
+    state = torch.zeros((batch, 8), dtype=torch.int32, device=DEVICE)
+    rows = torch.arange(batch, dtype=torch.int32, device=DEVICE)
     state[:, 0], state[:, 1], state[:, 4] = length, length - point.q_len, -1
     state[:, 2] = state[:, 3] = rows
-    pages = torch.empty((layers, blocks, shape.kv_heads, layout.page_bytes), dtype=torch.uint8, device=device)
-    means = random_16bit(layers, blocks, shape.kv_heads, shape.head_dim, device=device) if variant.plus else None
+    pages = RANDOM_BYTES.take(layers, blocks, shape.kv_heads, layout.page_bytes, device=DEVICE)
     return DecodeBuffers(
         layout=layout,
-        q=random_16bit(batch, point.q_len, shape.q_heads, shape.head_dim, device=device),
-        k_new=random_16bit(*new, device=device),
-        v_new=random_16bit(*new, device=device),
-        pages=fill_pages(pages, layout),
-        means=means,
-        tail=random_16bit(layers, batch, 2, shape.kv_heads, TAIL_TOKENS, shape.head_dim, device=device),
-        sink=random_16bit(layers, batch, 2, shape.kv_heads, SINK_TOKENS, shape.head_dim, device=device),
-        block_table=torch.randperm(blocks, device=device).to(torch.int32).view(batch, width),
+        q=random_16bit(batch, point.q_len, shape.q_heads, shape.head_dim),
+        k_new=random_16bit(*new),
+        v_new=random_16bit(*new),
+        pages=fill_scales(pages, layout),
+        means=random_16bit(layers, blocks, shape.kv_heads, shape.head_dim) if variant.plus else None,
+        tail=random_16bit(layers, batch, 2, shape.kv_heads, TAIL_TOKENS, shape.head_dim),
+        sink=random_16bit(layers, batch, 2, shape.kv_heads, SINK_TOKENS, shape.head_dim),
+        block_table=torch.randperm(blocks, device=DEVICE).to(torch.int32).view(batch, width),
         state=state,
-        item_prefix=units * torch.arange(batch + 1, dtype=torch.int32, device=device),
+        item_prefix=items_of_row(units, 1) * torch.arange(batch + 1, dtype=torch.int32, device=DEVICE),
         lengths=state[:, 0].contiguous(),
-        key_mean=random_16bit(shape.kv_heads, shape.head_dim, device=device).float(),
+        key_mean=random_16bit(shape.kv_heads, shape.head_dim).float(),
         units=units,
     )
 
@@ -280,98 +328,164 @@ def decode_buffers(point: Point, variant: Variant, layers: int, device: str = "c
 # --- Adapters: the only calls into our kernels
 
 
-def make_decode_case(point: Point, variant: Variant, layers: int) -> tuple[list[Call], str]:
-    """One decode call for each of ``layers`` layers, and the schedule in words.
+def compiled_decode(point: Point, variant: Variant) -> tuple[DecodeShape, DecodeConfig]:
+    """The instance of the decode kernel that `decode` takes."""
+    shape = point.shape
+    query_rows = shape.q_heads // shape.kv_heads * point.q_len
+    compiled = choose_shape(
+        page_layout(shape, variant.kv_format),
+        Arithmetic(variant.mode),
+        centered=variant.plus,
+        rotate=True,
+        capped=False,
+        bf16=True,
+        query_rows=query_rows,
+    )
+    return compiled, choose_config(compiled, point.batch * shape.kv_heads * -(-query_rows // compiled.columns))
+
+
+def compile_all(groups: Sequence[Group]) -> None:
+    """Compile what most rows need, all at a time, into the folder that launches look into; for Hopper without a GPU."""
+    arch = arch_of_capability(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else "sm_90a"
+    jobs: list[tuple[str, Mapping[str, int]]] = [("control.cu", {})]
+    jobs += [("quantize.cu", quantize_config(QWEN3_4B, variant).defines) for variant in (PLAIN, PLUS)]
+    for group in groups:
+        for variant in group.variants:
+            shape, config = compiled_decode(group.point, variant)
+            jobs.append(("decode.cu", config.defines(shape)))
+    different = {json.dumps(job): job for job in jobs}.values()
+
+    def run(job: tuple[str, Mapping[str, int]]) -> None:
+        source, defines = job
+        try:
+            compile_kernel(source, arch, defines)
+        except BitDecodingError as error:  # the row that needs it will say so
+            print(one_line(error), file=sys.stderr)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(run, different))
+
+
+def decode_calls(point: Point, variant: Variant, b: DecodeBuffers) -> list[Call]:
+    """One decode call for each layer.
 
     All layers share one plan, made beforehand, as in a decode step: the calls do what a step does once a layer, append
     and query rotation included.
     """
-    from bitdecoding.kernels.decode import DecodeArithmetic, DecodePlan, DecodeWorkspace, decode
-    from bitdecoding.kernels.decode_config import choose_config, choose_shape
-
-    shape, batch = point.shape, point.batch
-    b = decode_buffers(point, variant, layers)
+    shape = point.shape
     plan = DecodePlan(b.state, b.item_prefix, b.block_table)
-    workspace = DecodeWorkspace(batch, shape.q_heads, shape.kv_heads, shape.head_dim, max_tokens=point.q_len)
+    workspace = DecodeWorkspace(
+        point.batch, shape.q_heads, shape.kv_heads, shape.head_dim, device=DEVICE, max_tokens=point.q_len
+    )
     logits = LogitRule(shape.head_dim**-0.5, None)
     arithmetic = DecodeArithmetic(Arithmetic(variant.mode))
     out = torch.empty_like(b.q)
-    buffers = layer_buffers(b)
 
-    def call_of(layer: int) -> Call:
-        return lambda: decode(b.q, b.k_new, b.v_new, buffers[layer], plan, workspace, logits, arithmetic, output=out)
+    def call_of(buffers: LayerBuffers) -> Call:
+        return lambda: decode(b.q, b.k_new, b.v_new, buffers, plan, workspace, logits, arithmetic, output=out)
 
-    query_rows = shape.q_heads // shape.kv_heads * point.q_len
-    compiled = choose_shape(
-        b.layout, arithmetic.arithmetic, centered=variant.plus, rotate=True, bf16=True, query_rows=query_rows
+    return [call_of(buffers) for buffers in layer_buffers(b)]
+
+
+def make_decode_case(point: Point, variant: Variant, layers: int) -> tuple[list[Call], str]:
+    """One decode call for each of ``layers`` layers, and the schedule in words."""
+    b = decode_buffers(point, variant, layers)
+    _, config = compiled_decode(point, variant)
+    schedule = (
+        f"{config.min_ctas} CTAs of {config.threads} threads an SM, {config.slots} slots, {b.units.total} units a row"
     )
-    config = choose_config(compiled)
-    schedule = f"{config.min_ctas} CTAs of {config.threads} threads an SM, {config.slots} slots, {b.units} units a row"
-    return [call_of(layer) for layer in range(layers)], schedule
+    return decode_calls(point, variant, b), schedule
 
 
-def layer_buffers(b: DecodeBuffers) -> list[Any]:
+def layer_buffers(b: DecodeBuffers) -> list[LayerBuffers]:
     """The kernels' view of each layer."""
-    from bitdecoding.kernels.buffers import LayerBuffers
-
     return [
         LayerBuffers(b.layout, b.pages[i], b.tail[i], b.sink[i], None if b.means is None else b.means[i], b.key_mean)
         for i in range(b.layers)
     ]
 
 
-def make_step_overhead(point: Point, variant: Variant, layers: int) -> dict[str, Sequence[Call]]:
-    """What a decode step of ``layers`` layers does besides attention, by part; each call is a whole step's.
+def quantize_config(shape: Shape, variant: Variant) -> QuantizeConfig:
+    """The kernel of the paper's recipe, or of its ``plus`` preset."""
+    recipe = get_recipe(f"bitdecoding-{variant.kv_format.value}{'-plus' if variant.plus else ''}")
+    return QuantizeConfig.of_recipe(recipe, page_layout(shape, variant.kv_format), torch.bfloat16)
 
-    "control+promotion": the control kernel and the promotion launch at a step in which no page fills;
-    "control+promotion, pages fill": the same where each row's page does (1 step of 128).
-    "decode" and "decode without append", if the kernel can leave the append out: all layers' decode calls; the
-    driver reports the first part plus their difference.
+
+def ldlq_factors_of(shape: Shape) -> LdlqFactors:
+    """Made-up LDLQ factors: a small strictly upper triangular feed-forward, weights of about 1."""
+    heads, dim = shape.kv_heads, shape.head_dim
+    c = torch.randn(heads, dim, dim, device=DEVICE).mul_(0.02).triu_(1)
+    return LdlqFactors(c, torch.rand(heads, dim, device=DEVICE) + 0.5)
+
+
+def make_step_calls(point: Point, variant: Variant, layers: int) -> dict[str, list[Call]]:
+    """What a decode step of ``layers`` layers launches besides attention, each call a step: control and promotion.
+
+    "128 steps": consecutive steps, in the last of which every row fills a page; "no page fills": those before it;
+    "pages fill": that step alone, again and again (its row then claims a tail slot, which it has otherwise).
     """
-    control = importlib.import_module("bitdecoding.kernels.control")
-    promote = importlib.import_module("bitdecoding.kernels.promote")
     b = decode_buffers(point, variant, layers)
-    buffers = layer_buffers(b)
+    config = quantize_config(point.shape, variant)
+    factors = [ldlq_factors_of(point.shape)] * layers if config.ldlq else None
+    promotion = Promotion(layer_buffers(b), config, factors)
+    tables = SlotTables(point.batch * b.block_table.shape[1], point.batch, point.batch, DEVICE)
+    plan = StepPlan(tables, point.batch, sink_tokens=SINK_TOKENS)
+    after = torch.arange(1, PAGE_SIZE + 1, dtype=torch.int32, device=DEVICE)[:, None]
+    lengths = (point.context + after).expand(-1, point.batch).contiguous()
 
-    def step(lengths: torch.Tensor) -> Call:
+    def step(index: int) -> Call:
         def call() -> None:
-            plan = control.control(lengths, b.block_table)
-            promote.promote(plan, buffers)
+            control_step(plan, lengths[index], b.block_table)
+            promote_pages(promotion, plan.rows(point.batch), b.block_table)
 
         return call
 
-    full = torch.full_like(b.lengths, point.context + PAGE_SIZE)
-    return {"control+promotion": [step(b.lengths)], "control+promotion, pages fill": [step(full)]}
+    steps = [step(index) for index in range(PAGE_SIZE)]
+    return {"128 steps": steps, "no page fills": steps[:-1], "pages fill": steps[-1:]}
+
+
+def make_append_calls(point: Point, variant: Variant, layers: int) -> dict[str, list[Call]]:
+    """Decode calls of all layers as they are, and without the append.
+
+    A row whose tokens all are of before the step has nothing to append, and reads its newest token from the ring: the
+    same work otherwise. The control kernel never leaves such a row.
+    """
+    b = decode_buffers(point, variant, layers)
+    state = b.state.clone()
+    state[:, 1] = state[:, 0]
+    return {"with": decode_calls(point, variant, b), "without": decode_calls(point, variant, replace(b, state=state))}
 
 
 def make_quantize(shape: Shape, tokens: int, variant: Variant) -> list[Call]:
-    """Quantize ``tokens`` tokens of one sequence into pages, K and V being slices of a fused QKV output.
-
-    ``plus``: page means and LDLQ rounding of keys.
-    """
-    kernels = importlib.import_module("bitdecoding.kernels.quantize")
-    layout = page_layout(shape, variant.kv_format)
-    heads, pages = shape.kv_heads, tokens // PAGE_SIZE
-    qkv = random_16bit(tokens, shape.q_heads + 2 * heads, shape.head_dim, device="cuda")
+    """Quantize ``tokens`` tokens of one new sequence into pages, K and V being slices of a fused QKV output."""
+    config, heads, dim = quantize_config(shape, variant), shape.kv_heads, shape.head_dim
+    pages = tokens // PAGE_SIZE
+    qkv = RANDOM_16BIT.take(tokens, shape.q_heads + 2 * heads, dim, device=DEVICE)
     k, v = qkv[:, -2 * heads : -heads], qkv[:, -heads:]
-    cache = torch.empty((pages, heads, layout.page_bytes), dtype=torch.uint8, device="cuda")
-    means = random_16bit(pages, heads, shape.head_dim, device="cuda") if variant.plus else None
-    table = torch.randperm(pages, device="cuda").to(torch.int32).view(1, pages)
-    return [lambda: kernels.quantize(k, v, cache, table, layout, means=means)]
+    buffers = LayerBuffers(
+        config.layout,
+        torch.empty((pages, heads, config.layout.page_bytes), dtype=torch.uint8, device=DEVICE),
+        random_16bit(1, 2, heads, TAIL_TOKENS, dim),
+        random_16bit(1, 2, heads, SINK_TOKENS, dim),
+        random_16bit(pages, heads, dim) if variant.plus else None,
+        random_16bit(heads, dim).float(),
+    )
+    factors = ldlq_factors_of(shape) if config.ldlq else None
+    # length, before, tail slot, sink slot to read and to fill
+    rows = torch.tensor([[tokens, 0, 0, -1, 0, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    table = torch.randperm(pages, device=DEVICE).to(torch.int32).view(1, pages)
+    start = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    return [lambda: store_chunk(buffers, config, rows, table, k, v, start, tokens, factors=factors)]
 
 
 def make_gather(shape: Shape, tokens: int, variant: Variant) -> list[Call]:
-    """Dequantize ``tokens`` tokens of one sequence to 16-bit K and V."""
-    from bitdecoding.kernels.dequantize import dequantize_pages
-
-    layout = page_layout(shape, variant.kv_format)
-    pages = tokens // PAGE_SIZE
-    cache = torch.empty((pages, shape.kv_heads, layout.page_bytes), dtype=torch.uint8, device="cuda")
-    fill_pages(cache, layout)
-    means = random_16bit(pages, shape.kv_heads, shape.head_dim, device="cuda") if variant.plus else None
-    table = torch.randperm(pages, device="cuda").to(torch.int32).view(1, pages)
-    counts = torch.tensor([pages], dtype=torch.int32, device="cuda")
-    return [lambda: dequantize_pages(cache, table, counts, layout, means=means)]
+    """Dequantize ``tokens`` cached tokens of one sequence to 16-bit K and V."""
+    b = decode_buffers(Point(shape, 1, tokens), variant, 1)
+    (buffers,) = layer_buffers(b)
+    rows = torch.tensor([[tokens + 1, tokens, 0, 0, -1, 0, 0, 0]], dtype=torch.int32, device=DEVICE)
+    start = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    keys, values = torch.empty((2, tokens, shape.kv_heads, shape.head_dim), dtype=torch.bfloat16, device=DEVICE)
+    return [lambda: gather(buffers, rows, b.block_table, start, keys, values)]
 
 
 # --- Peers
@@ -385,6 +499,7 @@ class Peer:
     kv_format: str
     bits: float  # a number of the cache, scales included
     make: Callable[[Point, int], list[Call]]
+    baseline: bool = False  # what speed-ups at every point are over
 
 
 def sdpa_calls(backend: str) -> Callable[[Point, int], list[Call]]:
@@ -395,9 +510,9 @@ def sdpa_calls(backend: str) -> Callable[[Point, int], list[Call]]:
         from torch.nn.functional import scaled_dot_product_attention
 
         shape, chosen = point.shape, getattr(SDPBackend, backend)
-        q = random_16bit(point.batch, shape.q_heads, point.q_len, shape.head_dim, device="cuda")
+        q = random_16bit(point.batch, shape.q_heads, point.q_len, shape.head_dim)
         cache = (layers, point.batch, shape.kv_heads, point.context, shape.head_dim)
-        k, v = (random_16bit(*cache, device="cuda") for _ in range(2))
+        k, v = RANDOM_16BIT.take(2, *cache, device=DEVICE)
 
         def call_of(layer: int) -> Call:
             def call() -> torch.Tensor:
@@ -422,32 +537,33 @@ def flashinfer_calls(backend: str, kv_format: str) -> Callable[[Point, int], lis
         width = point.context // page
         blocks = batch * width
         size = (layers, blocks, page, shape.kv_heads)
-        q = random_16bit(batch, shape.q_heads, shape.head_dim, device="cuda")
-        indices = torch.randperm(blocks, device="cuda").to(torch.int32)
+        q = random_16bit(batch, shape.q_heads, shape.head_dim)
+        indices = torch.randperm(blocks, device=DEVICE).to(torch.int32)
+        caches: Sequence[torch.Tensor]
         scales: list[torch.Tensor] = []
         if kv_format == "nvfp4":
             caches = [
-                torch.empty((*size, shape.head_dim // 2), dtype=torch.uint8, device="cuda").random_(0, 256)
+                torch.empty((*size, shape.head_dim // 2), dtype=torch.uint8, device=DEVICE).random_(0, 256)
                 for _ in range(2)
             ]
             scales = [
-                torch.empty((*size, shape.head_dim // 16), dtype=torch.uint8, device="cuda").random_(0x30, 0x49)
+                torch.empty((*size, shape.head_dim // 16), dtype=torch.uint8, device=DEVICE).random_(0x30, 0x49)
                 for _ in range(2)
             ]
         elif kv_format == "fp8":  # 0x00..0x47: finite, up to 3.75
             caches = [
-                torch.empty((*size, shape.head_dim), dtype=torch.uint8, device="cuda")
+                torch.empty((*size, shape.head_dim), dtype=torch.uint8, device=DEVICE)
                 .random_(0, 0x48)
                 .view(torch.float8_e4m3fn)
                 for _ in range(2)
             ]
         else:
-            caches = [random_16bit(*size, shape.head_dim, device="cuda") for _ in range(2)]
-        workspace = torch.zeros(256 * M, dtype=torch.uint8, device="cuda")
+            caches = RANDOM_16BIT.take(2, *size, shape.head_dim, device=DEVICE).unbind()
+        workspace = torch.zeros(256 * M, dtype=torch.uint8, device=DEVICE)
 
         if backend == "xqa":
             table = indices.view(batch, width)
-            lengths = torch.full((batch,), point.context, dtype=torch.int32, device="cuda")
+            lengths = torch.full((batch,), point.context, dtype=torch.int32, device=DEVICE)
             out = torch.empty_like(q)
 
             def xqa_of(layer: int) -> Call:
@@ -470,9 +586,9 @@ def flashinfer_calls(backend: str, kv_format: str) -> Callable[[Point, int], lis
             workspace, "NHD", use_tensor_cores=True, backend=backend
         )
         wrapper.plan(
-            torch.arange(0, blocks + 1, width, dtype=torch.int32, device="cuda"),
+            torch.arange(0, blocks + 1, width, dtype=torch.int32, device=DEVICE),
             indices,
-            torch.full((batch,), page, dtype=torch.int32, device="cuda"),
+            torch.full((batch,), page, dtype=torch.int32, device=DEVICE),
             shape.q_heads,
             shape.kv_heads,
             shape.head_dim,
@@ -496,8 +612,8 @@ def flashinfer_calls(backend: str, kv_format: str) -> Callable[[Point, int], lis
 def peers() -> list[Peer]:
     """The peers that are installed."""
     found = [
-        Peer("torch SDPA cuDNN", "bf16", 16, sdpa_calls("CUDNN_ATTENTION")),
-        Peer("torch SDPA flash", "bf16", 16, sdpa_calls("FLASH_ATTENTION")),
+        Peer("torch SDPA cuDNN", "bf16", 16, sdpa_calls("CUDNN_ATTENTION"), baseline=True),
+        Peer("torch SDPA flash", "bf16", 16, sdpa_calls("FLASH_ATTENTION"), baseline=True),
     ]
     if version_of("flashinfer-python") != NOT_INSTALLED:
         for backend, kv_format, bits in (
@@ -512,7 +628,7 @@ def peers() -> list[Peer]:
 
 # --- Timing
 
-SECONDS_OF_ROW = 0.2
+SECONDS_OF_ROW = 0.1
 GRAPH_US = 1000.0
 MAX_CALLS_OF_GRAPH = 1024
 SLEEP_CYCLES = 1_000_000  # half a millisecond, in which the host gets ahead
@@ -527,9 +643,7 @@ def calls_of_graph(calls: int, expected_us: float) -> int:
 
 def replays(graph_us: float) -> int:
     """How many replays to take the median of."""
-    if graph_us > 0.2e6:
-        return 3
-    return max(10, min(100, round(SECONDS_OF_ROW * 1e6 / graph_us)))
+    return max(10, min(30, round(SECONDS_OF_ROW * 1e6 / graph_us)))
 
 
 def time_calls(calls: Sequence[Call], expected_us: float) -> float:
@@ -575,7 +689,7 @@ if triton is not None:
 
 def read_bandwidth() -> tuple[float, str]:
     """TB/s of the fastest of several ways to read 4 GiB, and its name."""
-    data = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
+    data = torch.empty(1 << 30, dtype=torch.int32, device=DEVICE)
     data.view(torch.uint8).random_(0, 256)
     size = data.numel() * data.element_size()
     found = {}
@@ -590,7 +704,7 @@ def read_bandwidth() -> tuple[float, str]:
     if triton is not None:
         for block, warps in ((4096, 4), (8192, 4), (8192, 8), (16384, 8), (16384, 16)):
             programs = data.numel() // block
-            sums = torch.empty(programs, dtype=torch.int32, device="cuda")
+            sums = torch.empty(programs, dtype=torch.int32, device=DEVICE)
 
             def read(block: int = block, warps: int = warps, sums: torch.Tensor = sums) -> None:
                 _read_kernel[(len(sums),)](data, sums, BLOCK=block, num_warps=warps)
@@ -602,7 +716,7 @@ def read_bandwidth() -> tuple[float, str]:
 
 def copy_bandwidth() -> float:
     """TB/s, counting bytes read and bytes written."""
-    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").random_(0, 256)
+    source = torch.empty(2 << 30, dtype=torch.uint8, device=DEVICE).random_(0, 256)
     target = torch.empty_like(source)
     size = 2 * source.numel()
     return size / time_calls([lambda: target.copy_(source)], size / PEAK_BYTES_PER_US) / 1e6
@@ -724,7 +838,8 @@ class Recorder:
 
 def format_result(result: Mapping[str, Any]) -> str:
     """JSON with one row a line."""
-    text = json.dumps({**result, "rows": []}, indent=1).removesuffix("[]\n}")
+    above = {key: value for key, value in result.items() if key != "rows"}
+    text = json.dumps({**above, "rows": []}, indent=1).removesuffix("[]\n}")
     rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
     return f"{text}[\n{rows}\n ]\n}}\n"
 
@@ -758,7 +873,7 @@ def device_works() -> bool:
     """Whether the CUDA context is still of use after an error."""
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
-            data = torch.zeros(1024, device="cuda")
+            data = torch.zeros(1024, device=DEVICE)
             data += 1  # loads the kernel, which must not happen in the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -782,11 +897,12 @@ def attempt(recorder: Recorder, row: Row, measure: Callable[[], Row]) -> None:
         except Exception as error:
             row["error"] = one_line(error)
     recorder.add(row)
-    torch.cuda.empty_cache()
-    if row["error"] is not None and not device_works():
-        recorder.save()
-        sys.stdout.flush()
-        os._exit(RESTART)
+    if row["error"] is not None:
+        torch.cuda.empty_cache()
+        if not device_works():
+            recorder.save()
+            sys.stdout.flush()
+            os._exit(RESTART)
 
 
 @dataclass
@@ -825,15 +941,16 @@ class Driver:
     def peer(self, point: Point, peer: Peer) -> Row:
         size = contiguous_bytes(point, peer.bits)
         layers = layers_for(size)
-        needed, free = size * layers, torch.cuda.mem_get_info()[0]
-        if needed > 0.9 * free:
-            raise MemoryError(f"K and V need {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free")
+        needed, there = size * layers, torch.cuda.mem_get_info()[1]
+        if needed > 0.7 * there:
+            raise MemoryError(f"K and V need {needed / 1e9:.0f} GB, the GPU has {there / 1e9:.0f} GB")
         return self.timed(peer.make(point, layers), size)
 
-    def decode_group(self, point: Point, variants: Sequence[Variant]) -> None:
-        """One point: our kernels and, if any of them is asked for, all peers."""
-        ours = [(v, point_row(point, kernel="bitdecoding", **variant_fields(v))) for v in variants]
-        others = [(p, point_row(point, kernel=p.kernel, kv_format=p.kv_format, mode="peer")) for p in self.peers]
+    def decode_group(self, group: Group) -> None:
+        """One point: our kernels and, if any of them is asked for, the group's peers."""
+        point, peers = group.point, [peer for peer in self.peers if group.all_peers or peer.baseline]
+        ours = [(v, point_row(point, kernel="bitdecoding", **variant_fields(v))) for v in group.variants]
+        others = [(p, point_row(point, kernel=p.kernel, kv_format=p.kv_format, mode="peer")) for p in peers]
         ours = [(variant, row) for variant, row in ours if self.wanted(row)]
         if not ours:
             others = [(peer, row) for peer, row in others if self.wanted(row)]
@@ -842,30 +959,42 @@ class Driver:
         for variant, row in ours:
             attempt(self.recorder, row, partial(self.ours, point, variant))
         if ours or others:
-            self.recorder.save()
+            self.finish(f"batch {point.batch}, {short(point.context)}, {point.shape.model}")
 
-    def overhead_group(self, point: Point, variant: Variant) -> None:
+    def finish(self, group: str) -> None:
+        """Note the clock that the GPU has after a group, and write the file."""
+        if state := gpu_state():
+            self.recorder.result.setdefault("gpu_state", []).append({"after": group, **state})
+        self.recorder.save()
+
+    def overhead_group(self, variant: Variant) -> None:
         """What a step adds besides attention."""
 
-        def part(name: str) -> Row:
-            calls = make_step_overhead(point, variant, STEP_LAYERS)
-            if name == "control+promotion+append":
-                if "decode without append" not in calls:
-                    raise NotImplementedError("the append is part of the decode kernel and was not timed apart")
-                step, with_append, without = (
-                    time_calls(calls[key], 10.0) for key in ("control+promotion", "decode", "decode without append")
-                )
-                us = step + with_append - without
-            else:
-                us = time_calls(calls[name], 10.0)
-            return {"us": round(us, 3), "schedule": f"{STEP_LAYERS} layers"}
+        def step(name: str) -> Row:
+            return {"us": round(time_calls(make_step_calls(OVERHEAD_POINT, variant, STEP_LAYERS)[name], 10.0), 3)}
 
-        for name in ("control+promotion", "control+promotion, pages fill", "control+promotion+append"):
-            fields = {**variant_fields(variant), "mode": name}
-            row = point_row(point, kernel="step_overhead", **fields)
+        def everything() -> Row:
+            us = step("128 steps")["us"]
+            calls = make_append_calls(APPEND_POINT, variant, STEP_LAYERS)
+            append = STEP_LAYERS * (time_calls(calls["with"], 5.0) - time_calls(calls["without"], 5.0))
+            note = (
+                f"control and promotion {us:.2f} us, the mean of 128 consecutive steps, in one of which every row fills"
+                f" a page; append {append:.2f} us: part of the decode kernel, timed as {STEP_LAYERS} times what the"
+                f" decode of a row of {APPEND_POINT.context + RECENT_TOKENS} tokens takes longer than without it"
+            )
+            return {"us": round(us + append, 3), "note": note}
+
+        measures: dict[str, tuple[Callable[[], Row], str | None]] = {
+            "control+promotion+append": (everything, None),
+            "control+promotion, no page fills": (partial(step, "no page fills"), "127 of 128 steps"),
+            "control+promotion, pages fill": (partial(step, "pages fill"), "1 of 128 steps"),
+        }
+        for mode, (measure, note) in measures.items():
+            fields = {**variant_fields(variant), "mode": mode, "schedule": f"{STEP_LAYERS} layers", "note": note}
+            row = point_row(OVERHEAD_POINT, kernel="step_overhead", **fields)
             if self.wanted(row):
-                attempt(self.recorder, row, partial(part, name))
-        self.recorder.save()
+                attempt(self.recorder, row, measure)
+        self.finish("step overhead")
 
     def conversion(
         self, make: Callable[[Shape, int, Variant], list[Call]], shape: Shape, tokens: int, variant: Variant, size: int
@@ -882,20 +1011,19 @@ class Driver:
                 row = new_row(shape, kernel=kernel, batch=1, context=tokens, **fields)
                 if self.wanted(row):
                     attempt(self.recorder, row, partial(self.conversion, make, shape, tokens, variant, size))
-        self.recorder.save()
+        self.finish("quantize and gather")
 
-    def run(self, quick: bool) -> None:
+    def run(self, must_show: bool) -> None:
         """Everything, the most important first."""
-        targets = decode_points(quick=True)
-        for point, variants in targets.items():
-            self.decode_group(point, variants)
-        for variant in (Variant(NVFP4), Variant(NVFP4, plus=True)):
-            self.overhead_group(Point(QWEN3_4B, 1, 8 * K), variant)
-        both = (Variant(NVFP4), Variant(NVFP4, plus=True), Variant(MXFP4), Variant(MXFP4, plus=True))
-        self.conversion_group(QWEN3_4B, 128 * K, both[:2] if quick else both)
-        for point, variants in decode_points(quick).items():
-            if point not in targets:
-                self.decode_group(point, variants)
+        for group in must_show_groups():
+            self.decode_group(group)
+        for variant in (PLAIN, PLUS):
+            self.overhead_group(variant)
+        if must_show:
+            return
+        self.conversion_group(QWEN3_4B, CONVERTED_TOKENS, (PLAIN, PLUS))
+        for group in other_groups():
+            self.decode_group(group)
 
 
 NOT_INSTALLED = "not installed"
@@ -909,13 +1037,29 @@ def version_of(package: str) -> str:
         return NOT_INSTALLED
 
 
-def driver_version() -> str:
-    """Of the NVIDIA driver."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def query_gpu(fields: str, timeout: float) -> list[str]:
+    """What nvidia-smi says about the first GPU; empty where it does not work."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [value.strip() for value in lines[0].split(",")] if lines else []
+
+
+_NO_GPU_STATE: list[str] = []
+
+
+def gpu_state() -> Row:
+    """Clock of the multiprocessors and power, right now; empty for good once it did not work."""
+    if _NO_GPU_STATE:
+        return {}
+    try:
+        clock, power = query_gpu("clocks.sm,power.draw", 2.0)
+        return {"sm_mhz": float(clock), "power_w": float(power)}
+    except ValueError as error:
+        _NO_GPU_STATE.append(one_line(error))
+        return {}
 
 
 def header(command: str) -> dict[str, Any]:
@@ -925,7 +1069,7 @@ def header(command: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "command": command,
         "gpu": torch.cuda.get_device_name(),
-        "driver": driver_version(),
+        "driver": "".join(query_gpu("driver_version", 20.0)) or "unknown",
         "versions": {
             "bitdecoding-fp4": __version__,
             "torch": torch.__version__,
@@ -939,19 +1083,22 @@ def header(command: str) -> dict[str, Any]:
         "copy_tb_per_s": round(copy_bandwidth(), 4),
         "recent_tokens": RECENT_TOKENS,
         "sink_tokens": SINK_TOKENS,
+        "gpu_state": [],
     }
 
 
 def measure(args: argparse.Namespace, command: str) -> None:
     """The child process."""
     recorder = Recorder(args.output, args.deadline)
+    if not args.only:
+        compile_all([*must_show_groups(), *(() if args.must_show else other_groups())])
     gc.freeze()  # every capture collects garbage, and need not look at torch's own objects
     if "gpu" not in recorder.result:
         recorder.result = {**header(command), "rows": []}
         recorder.save()
         print(f"plain read {recorder.result['plain_read_tb_per_s']} TB/s by {recorder.result['plain_read_by']}")
         print(f"copy {recorder.result['copy_tb_per_s']} TB/s", flush=True)
-    Driver(recorder, args.only).run(args.quick)
+    Driver(recorder, args.only).run(args.must_show)
 
 
 def supervise(args: argparse.Namespace) -> int:
@@ -977,16 +1124,20 @@ def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT)
-    parser.add_argument("--quick", action="store_true", help="the rows with targets only")
+    parser.add_argument("--must-show", action="store_true", help="the rows with targets only")
     parser.add_argument("--only", default="", help="regular expression that labels of rows must match")
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUTPUT has, except failed ones")
-    parser.add_argument("--budget", type=float, default=420.0, help="seconds after which rows are skipped")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds after which rows are skipped")
+    parser.add_argument("--compile", action="store_true", help="compile only")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.compile:
+        compile_all([*must_show_groups(), *other_groups()])
+        return
     if args.deadline is None:
         sys.exit(supervise(args))
-    quick, only = " --quick" if args.quick else "", f" --only '{args.only}'" if args.only else ""
-    measure(args, f"python benchmarks/kernels.py{quick}{only}")
+    must_show, only = " --must-show" if args.must_show else "", f" --only '{args.only}'" if args.only else ""
+    measure(args, f"python benchmarks/kernels.py{must_show}{only}")
 
 
 if __name__ == "__main__":

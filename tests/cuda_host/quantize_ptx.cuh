@@ -7,6 +7,8 @@ struct __align__(16) float4 {
     float x, y, z, w;
 };
 
+inline int thread_index_again() { return threadIdx.x; }
+inline void __syncwarp() {}
 inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }

@@ -26,7 +26,9 @@ def _calibration() -> Calibration:
 def test_cache_steps_equal_cpu(name):
     outputs = {}
     for device in ("cpu", "cuda"):
-        cache = PagedFP4Cache(get_recipe(name), 1, HEADS, HEAD_DIM, _calibration(), device=device, dtype=torch.bfloat16)
+        cache = PagedFP4Cache(
+            get_recipe(name), 1, HEADS, HEAD_DIM, _calibration(), device=device, dtype=torch.bfloat16, backend="torch"
+        )
         generator = torch.Generator().manual_seed(2)
         steps = []
         for tokens in (300, 1, 2, 1):

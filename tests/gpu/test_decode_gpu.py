@@ -67,7 +67,9 @@ def run(case: Case, workspace: DecodeWorkspace | None = None, config: DecodeConf
 
 def cut_of(case: Case, config: DecodeConfig | None = None) -> Cut:
     shape = shape_of(case)
-    config = config or choose_config(shape)
+    spec = case.spec
+    tiles = len(spec.lengths) * spec.kv_heads * -(-spec.group * spec.tokens // shape.columns)
+    config = config or choose_config(shape, tiles)
     ctas = torch.cuda.get_device_properties(0).multi_processor_count * config.min_ctas
     return Cut(ctas, config.pairs, shape.columns)
 

@@ -7,7 +7,7 @@ from decode_cases import calibration
 from bitdecoding import PagedFP4Cache, Recipe, get_recipe
 from bitdecoding.cache.paged import Backend
 from bitdecoding.errors import InvalidInputError, UnsupportedError
-from bitdecoding.recipe import Arithmetic
+from bitdecoding.recipe import Arithmetic, ProbabilityFormat
 from bitdecoding.reference.vectorized import LogitRule
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,12 @@ HEADS, GROUP = 2, 4
 
 
 class Pair:
-    """Two caches that take the same steps."""
+    """Two caches that take the same steps; with FP4 probabilities also a third one, in 16-bit arithmetic.
+
+    The rounding of FP4 probabilities depends on the running maximum, and so on who computes which tokens: two correct
+    results differ by about as much as either differs from 16-bit arithmetic. `tests/gpu/test_decode_gpu.py` compares
+    such results closely, with the reference cut as the kernel is; here the kernels must not be less accurate.
+    """
 
     def __init__(self, recipe: Recipe, *, dim=128, layers=2, windows=None, dtype=torch.bfloat16, softcap=None):
         self.dim, self.dtype = dim, dtype
@@ -32,9 +37,21 @@ class Pair:
             for backend in (Backend.KERNELS, Backend.TORCH)
         ]
         assert [cache.backend for cache in self.caches] == [Backend.KERNELS, Backend.TORCH]
-        # FP4 queries and probabilities turn small differences into steps of their format
-        native = recipe.query_format.value == "dual-fp4"
-        self.tolerance = 0.05 if native else 0.01
+        if recipe.probability_format is ProbabilityFormat.FP4:
+            w16 = recipe.with_arithmetic(Arithmetic.W16)
+            self.caches.append(
+                PagedFP4Cache(
+                    w16,
+                    layers,
+                    HEADS,
+                    dim,
+                    statistics,
+                    windows=windows,
+                    device="cuda",
+                    dtype=dtype,
+                    backend=Backend.TORCH,
+                )
+            )
         self.generator = torch.Generator(device="cuda").manual_seed(0)
 
     def randn(self, rows: int, heads: int, tokens: int) -> torch.Tensor:
@@ -45,14 +62,18 @@ class Pair:
     def step(self, rows: int, tokens: int, padding=None) -> None:
         for index in range(len(self.caches[0].layers)):
             q, k, v = (self.randn(rows, heads, tokens) for heads in (HEADS * GROUP, HEADS, HEADS))
-            ours, expected = (cache.layers[index].attend(q, k, v, self.logits, padding) for cache in self.caches)
-            assert ours.shape == expected.shape and ours.dtype == expected.dtype
+            results = [cache.layers[index].attend(q, k, v, self.logits, padding) for cache in self.caches]
+            assert results[0].shape == results[1].shape and results[0].dtype == results[1].dtype
             for row in range(rows):
                 real = slice(padding[row] if padding else 0, None)
-                x, y = ours[row, :, real].float(), expected[row, :, real].float()
-                assert (x - y).norm() <= self.tolerance * y.norm(), (index, row, float((x - y).norm() / y.norm()))
+                ours, peer, *truth = (result[row, :, real].float() for result in results)
+                if truth:
+                    error, allowed = (ours - truth[0]).norm(), 1.3 * (peer - truth[0]).norm() + 0.01 * peer.norm()
+                else:
+                    error, allowed = (ours - peer).norm(), 0.01 * peer.norm()
+                assert error <= allowed, (index, row, float(error / peer.norm()))
         assert self.caches[0].lengths == self.caches[1].lengths
-        ours, expected = (cache.memory() for cache in self.caches)
+        ours, expected = (cache.memory() for cache in self.caches[:2])
         assert (ours.tokens, ours.sink_used, ours.bf16) == (expected.tokens, expected.sink_used, expected.bf16)
 
     def select(self, rows: list[int]) -> None:

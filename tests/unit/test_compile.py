@@ -266,7 +266,7 @@ def test_failed_write_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_unknown_source_and_arch_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"source: 'ptx.cuh' is unknown; use one of control.cu, decode.cu, dequantize.cu"):
+    with pytest.raises(InvalidInputError, match=r"source: 'ptx.cuh' is unknown; use one of control.cu, decode.cu"):
         compile_kernel("ptx.cuh", "sm_90a")
     with pytest.raises(UnsupportedError, match=r"arch: 'sm_80' is not supported; use one of sm_90a, sm_120a, sm_121a"):
         compile_kernel("dequantize.cu", "sm_80")

@@ -62,7 +62,7 @@ def test_compiles_without_spills(layout: PageLayout, recipe: str) -> None:
             for name in ("store_chunk", "promote_pages"):
                 resources = compiled.resources[name]
                 assert (resources.stack_bytes, resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0, 0)
-                assert 0 < resources.registers <= (128 if config.defines["BD_CTAS"] == 2 else 255)
+                assert 0 < resources.registers <= (128 if config.min_ctas == 2 else 255)
 
 
 # --- Results, from the code built for the host

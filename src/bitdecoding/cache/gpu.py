@@ -107,7 +107,7 @@ class KernelGroup:
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.window = window
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.dtype = dtype
         self.layout = PageLayout(family, recipe.kv_format.blocks, head_dim)
         self.encoding = QuantizeConfig.of_recipe(recipe, self.layout, dtype)

@@ -93,7 +93,7 @@ class SlotTables:
         if sink_slots < 0:
             raise InvalidInputError(f"sink_slots: must be at least 0, got {sink_slots}")
         _check_shared(1, tail_slots, sink_slots)
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self.num_blocks = num_blocks
         self.tail_slots = tail_slots
         self.sink_slots = sink_slots

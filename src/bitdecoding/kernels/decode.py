@@ -193,10 +193,9 @@ def decode(
         bf16=dtype == torch.bfloat16,
         query_rows=group * tokens,
     )
-    config = choose_config(shape) if config is None else config
+    tiles = rows * heads * -(-group * tokens // shape.columns)
+    config = choose_config(shape, tiles) if config is None else config
     ctas = _multiprocessors(device) * config.min_ctas
-    column_groups = -(-group * tokens // shape.columns)
-    tiles = rows * heads * column_groups
     _check_workspace(workspace, plan, shape, tiles, ctas)
     native_nvfp4 = shape.native and shape.layout.block_format.block_size == 16
     log2_e = math.log2(math.e)

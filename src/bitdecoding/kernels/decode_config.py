@@ -115,7 +115,9 @@ def choose_shape(
 ) -> DecodeShape:
     """The kernel for this many query rows a KV head (group · new tokens); more than it takes are read in turns."""
     if arithmetic is Arithmetic.NATIVE:
-        tiles, query_tiles = (1, 1) if query_rows <= COLUMN_TILE // 2 else (1, 2)
+        # Where 256 registers do not hold two column tiles of a long head, rows are read 4 by 4
+        small = query_rows <= COLUMN_TILE // 2 or (layout.arch is ArchFamily.SM120 and layout.head_dim == 256)
+        tiles, query_tiles = (1, 1) if small else (1, 2)
         return DecodeShape(layout, True, centered, rotate, capped, bf16, tiles, query_tiles)
     # As many as the registers hold
     most = 1 if layout.head_dim == 256 else 2 if layout.block_format is BlockFormat.MXFP4 else 3
@@ -123,24 +125,33 @@ def choose_shape(
     return DecodeShape(layout, False, centered, rotate, capped, bf16, tiles, tiles)
 
 
-def choose_config(shape: DecodeShape) -> DecodeConfig:
-    """The tuned shape of a kernel: as many slots as shared memory holds for the wanted CTAs.
+FEW_TILES = 32
+"""Up to so many tiles of work (rows · KV heads · column groups), a launch is short, and fewer CTAs start faster."""
+
+
+def choose_config(shape: DecodeShape, tiles: int) -> DecodeConfig:
+    """The tuned shape of a kernel for so many tiles of work: as many slots as shared memory holds for the wanted CTAs.
 
     Raises:
         UnsupportedError: not even one unit a pair fits.
     """
     arch, dim = shape.layout.arch, shape.layout.head_dim
+    mxfp4 = shape.layout.block_format is BlockFormat.MXFP4
+    # Chosen by measurement, within what the registers hold without spilling
     pairs, min_ctas, in_turns = 2, 1, 4
-    if arch is ArchFamily.SM90 and dim == 256:
-        pairs = 4 if shape.query_tiles == 1 else 3
-    elif arch is ArchFamily.SM90 and shape.query_tiles > 1:
-        pairs = 3  # 7 warps: the most that may have 255 registers a thread
-    elif arch is ArchFamily.SM120:
+    if arch is ArchFamily.SM120:
         in_turns = 2
+    elif dim == 256:
+        pairs = 4 if shape.query_tiles == 1 else 3
+    elif shape.tiles > 1 or (shape.query_tiles > 1 and mxfp4 and shape.centered):
+        pairs = 3  # 7 warps: the most that may have 255 registers a thread
+    elif shape.query_tiles > 1:
+        min_ctas, in_turns = 2, 2
+    elif tiles <= FEW_TILES or (shape.native and mxfp4 and shape.centered):
+        min_ctas = 2
     else:
         min_ctas = 3
-        if shape.native or shape.layout.block_format is BlockFormat.MXFP4:
-            in_turns = 2
+        in_turns = 2 if mxfp4 and not shape.native and not shape.centered else 4
     most = 12
     budget = _SHARED_PER_SM[arch] // min_ctas - _SHARED_RESERVED
     for slots in range(most - most % pairs, 0, -pairs):

@@ -14,7 +14,7 @@ import torch
 from bitdecoding.errors import InvalidInputError, UnsupportedError
 from bitdecoding.kernels.buffers import LayerBuffers, check_heads, check_tensor
 from bitdecoding.kernels.compile import Kernel
-from bitdecoding.kernels.layout import PageLayout, cuda_constants
+from bitdecoding.kernels.layout import ArchFamily, PageLayout, cuda_constants
 from bitdecoding.numerics.blocks import BlockFormat
 from bitdecoding.numerics.ldlq import LdlqFactors
 from bitdecoding.recipe import PAGE_SIZE, KeyRounding, Recipe, Rotation, ValueBlocks
@@ -65,6 +65,15 @@ class QuantizeConfig:
         return max(image, partial_means, keys) + max(rows, factors) + rows + means
 
     @property
+    def min_ctas(self) -> int:
+        """CTAs a multiprocessor that registers must leave room for."""
+        # A lane holds a quarter of a key. The other case fills most of a small multiprocessor's shared memory, and
+        # would spill registers.
+        small = self.layout.arch is ArchFamily.SM120 and self.layout.block_format is BlockFormat.NVFP4
+        alone = self.layout.head_dim == 256 or (self.ldlq and small)
+        return 1 if alone else 2
+
+    @property
     def defines(self) -> dict[str, int]:
         """Macros to compile with."""
         return {
@@ -75,8 +84,7 @@ class QuantizeConfig:
             "BD_CENTERED": int(self.centered),
             "BD_LDLQ": int(self.ldlq),
             "BD_SHARED_BYTES": self.shared_bytes,
-            # A lane holds a quarter of a key, so that long ones leave registers for one CTA only
-            "BD_CTAS": 1 if self.layout.head_dim == 256 else 2,
+            "BD_CTAS": self.min_ctas,
         }
 
     @classmethod

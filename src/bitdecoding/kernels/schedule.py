@@ -4,12 +4,22 @@ from typing import NamedTuple
 
 from bitdecoding.recipe import PAGE_SIZE
 
-__all__ = ["CHUNK_TOKENS", "TILE_OVERHEAD", "RowUnits", "items_of_row", "max_units", "units_of_row"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "TILE_OVERHEAD",
+    "UNITS_PER_OVERHEAD",
+    "RowUnits",
+    "items_of_row",
+    "max_units",
+    "units_of_row",
+]
 
 CHUNK_TOKENS = 32
 """16-bit tokens in a unit."""
 TILE_OVERHEAD = 8
-"""What the end of a tile costs beside its units, in units."""
+"""What the end of a tile costs beside its units, in units, at most."""
+UNITS_PER_OVERHEAD = 16
+"""Units that a tile must have for each unit of that."""
 
 
 class RowUnits(NamedTuple):
@@ -59,7 +69,7 @@ def items_of_row(units: RowUnits, granule: int) -> int:
     """Items of work of one tile; with fixed splits (``granule`` > 1) one item is that many units."""
     if granule > 1:
         return max(1, -(-units.total // granule))
-    return max(1, units.total) + TILE_OVERHEAD
+    return max(1, units.total) + min(TILE_OVERHEAD, units.total // UNITS_PER_OVERHEAD)
 
 
 def max_units(length: int, sink_tokens: int, max_tokens: int) -> int:

@@ -68,9 +68,11 @@ __device__ __forceinline__ int chunk_start(const RowUnits& units, int unit) {
                                      : units.recent_start + (chunk - units.sink_chunks) * CHUNK_TOKENS;
 }
 
-// The query row in an output column: its token among the step's, or -1 for a column without one.
+// The query row in an output column: its token among the step's and its head in the group. token < 0: a column without
+// one.
 struct Column {
-    int token, head;  // head: of the group
+    int token, head;
+
     __device__ __forceinline__ Column(const Parameters& p, const Segment& segment, int column) {
         const int row = segment.column_group * COLUMNS + column / COLUMN_STEP;
         const bool used = column % COLUMN_STEP == 0 && row < p.num_tokens * p.group;
@@ -80,6 +82,15 @@ struct Column {
     __device__ __forceinline__ int64_t offset(const Parameters& p, const Segment& segment, const Strided& stride) const {
         return segment.row * stride.row + token * stride.token +
                static_cast<int64_t>(segment.head * p.group + head) * stride.head;
+    }
+    // Its query, or null for a column without one and for a token in front of a row that is shorter than the step, of
+    // which nothing is read.
+    __device__ __forceinline__ const uint16_t* query(const Parameters& p, const Task& task) const {
+        if (token < 0 || position(p, task) < 0) return nullptr;
+        return p.query + offset(p, task.segment, p.query_stride);
+    }
+    __device__ __forceinline__ int position(const Parameters& p, const Task& task) const {
+        return task.state.length - p.num_tokens + token;
     }
 };
 
@@ -151,13 +162,13 @@ struct MeanScores {
     uint32_t mean[LANE_CHANNELS / 2];              // of the page loaded last
     int slot;                                      // where it lies, or -1
 
-    __device__ __forceinline__ void start_segment(const Parameters& p, const Segment& segment, int lane) {
+    __device__ __forceinline__ void start_segment(const Parameters& p, const Task& task, int lane) {
 #pragma unroll
         for (int column = 0; column < 8 * TILES; column += COLUMN_STEP) {
-            const Column row(p, segment, column);
+            const uint16_t* row = Column(p, task.segment, column).query(p, task);
             float x[LANE_CHANNELS] = {};
-            if (row.token >= 0) {
-                load_row(p.query + row.offset(p, segment, p.query_stride), lane, x);
+            if (row != nullptr) {
+                load_row(row, lane, x);
                 if (BD_ROTATE) warp_hadamard<HEAD_DIM>(x, lane);
             }
 #pragma unroll
@@ -247,7 +258,7 @@ __device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, 
                               KV_BLOCKS_BYTES, full, policy);
                 }
                 if (CENTERED) {
-                    if (unit == segment.unit_begin) means.start_segment(p, segment, lane);
+                    if (unit == segment.unit_begin) means.start_segment(p, task, lane);
                     means.finish(p, scalars, lane);  // of the page before, whose mean has come by now
                     means.load(p.means + (block * p.heads + segment.head) * HEAD_DIM, slot, lane);
                 }
@@ -372,12 +383,9 @@ __device__ __forceinline__ void attend_page(const Parameters& p, const Task& tas
 struct RawQuery {
     const uint16_t* row[TILES];
 
-    __device__ __forceinline__ RawQuery(const Parameters& p, const Segment& segment, int lane) {
+    __device__ __forceinline__ RawQuery(const Parameters& p, const Task& task, int lane) {
 #pragma unroll
-        for (int n = 0; n < TILES; ++n) {
-            const Column column(p, segment, 8 * n + lane / 4);
-            row[n] = column.token < 0 ? nullptr : p.query + column.offset(p, segment, p.query_stride);
-        }
+        for (int n = 0; n < TILES; ++n) row[n] = Column(p, task.segment, 8 * n + lane / 4).query(p, task);
     }
 };
 
@@ -446,7 +454,8 @@ constexpr int CHANNEL_QUADS = HEAD_DIM / 4;
 // Joins all parts of a tile in their order.
 __device__ __forceinline__ void combine_parts(const Parameters& p, const Segment& segment, const Scalars& scalars,
                                               int thread) {
-    constexpr int AT_ONCE = 12;  // loads in flight
+    // Loads in flight, as many as the registers allow
+    constexpr int AT_ONCE = TILES > 1 || !BD_NVFP4 ? 6 : BD_MIN_CTAS == 2 && QUERY_TILES == 1 ? 16 : 8;
     for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
         const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
         const Column target(p, segment, column * COLUMN_STEP);
@@ -494,22 +503,18 @@ __device__ __forceinline__ void prepare_query(const Parameters& p, const Task& t
 #pragma unroll 1
     for (int column = warp * COLUMN_STEP; column < 8 * TILES; column += CONSUMER_WARPS * COLUMN_STEP) {
         const Column row(p, segment, column);
-        const bool used = row.token >= 0 && task.state.length > 0;  // nothing is read for a padding row
-        const uint16_t* raw = used ? p.query + row.offset(p, segment, p.query_stride) : nullptr;
-        prepare_query_row(raw, key_mean, p.score_scale, column, shared, scalars, lane);
-        if (lane == 0) scalars.position[column] = task.state.length - p.num_tokens + row.token;
+        prepare_query_row(row.query(p, task), key_mean, p.score_scale, column, shared, scalars, lane);
+        if (lane == 0) scalars.position[column] = row.position(p, task);
     }
 }
 
-// What the warps leave each other at the end of a segment. scratch: slots of the ring, four warps in each.
+// What the warps leave each other at the end of a segment, in slots of the ring, four warps in each.
 struct Merge {
-    uint8_t* scratch[SCRATCH_UNITS];
+    uint8_t* slots;
+    int unit;  // the first of the ring's units that are lent for it
 
     __device__ __forceinline__ float* place(int warp, int column) const {
-        uint8_t* slot = scratch[0];
-#pragma unroll
-        for (int i = 1; i < SCRATCH_UNITS; ++i)
-            if (warp / MERGE_WARPS == i) slot = scratch[i];
+        uint8_t* slot = slots + (unit + warp / MERGE_WARPS) % SLOTS * SLOT_BYTES;
         return reinterpret_cast<float*>(slot) + ((warp % MERGE_WARPS) * 8 + column) * MERGE_PITCH;
     }
 
@@ -602,9 +607,9 @@ __device__ __forceinline__ void run_consumer(const Parameters& p, uint8_t* share
     const int pair = warp / 2, half = warp % 2;
     Ring ring;
     for (int task_count = 0;; ++task_count) {
-        mbarrier_wait(shared_address(&scalars.task_full[task_count % 2]), (task_count / 2) & 1);
+        mbarrier_wait(shared_address(&scalars.task_full[task_count & 1]), (task_count / 2) & 1);
         // Left in shared memory, for the registers' sake
-        const Task& task = scalars.tasks[task_count % 2];
+        const Task& task = scalars.tasks[task_count & 1];
         if (task.segment.row < 0) return;
         const int first = ring.unit, pages = task.units.pages;
         const int begin = task.segment.unit_begin, count = task.segment.unit_end - begin;
@@ -624,7 +629,7 @@ __device__ __forceinline__ void run_consumer(const Parameters& p, uint8_t* share
             if (lane == 0) mbarrier_arrive(shared_address(&scalars.empty[slot]));
         }
         softmax.finish_pages(NATIVE ? p.fold : W16_FOLD);
-        const RawQuery raw(p, task.segment, lane);
+        const RawQuery raw(p, task, lane);
         for (; i < count; i += PAIRS) {
             ring.unit = first + i;
             const int slot = ring.slot();
@@ -635,18 +640,15 @@ __device__ __forceinline__ void run_consumer(const Parameters& p, uint8_t* share
         }
         // Behind the barrier every earlier phase of every slot is over, so that waiting by parity is safe for all warps
         named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);
-        Merge merge;
+        const Merge merge = {shared, first + count};
         ring.unit = first + count;
 #pragma unroll
-        for (int k = 0; k < SCRATCH_UNITS; ++k, ++ring.unit) {
-            const int slot = ring.slot();
-            mbarrier_wait(shared_address(&scalars.full[slot]), ring.parity());
-            merge.scratch[k] = shared + slot * SLOT_BYTES;
-        }
+        for (int k = 0; k < SCRATCH_UNITS; ++k, ++ring.unit)
+            mbarrier_wait(shared_address(&scalars.full[ring.slot()]), ring.parity());
         finish_segment(p, task.segment, softmax, merge, scalars, warp, lane);
         if (warp < 2 && lane < SCRATCH_UNITS)
             mbarrier_arrive(shared_address(&scalars.empty[(first + count + lane) % SLOTS]));
-        if (warp == 0 && lane == 0) mbarrier_arrive(shared_address(&scalars.task_empty[task_count % 2]));
+        if (warp == 0 && lane == 0) mbarrier_arrive(shared_address(&scalars.task_empty[task_count & 1]));
     }
 }
 

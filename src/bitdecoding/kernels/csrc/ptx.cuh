@@ -321,3 +321,10 @@ __device__ __forceinline__ int64_t load_global_word(const int64_t* source) {
     asm volatile("ld.global.s64 %0, [%1];" : "=l"(x) : "l"(source) : "memory");
     return x;
 }
+
+// threadIdx.x, read anew: what follows from it is computed where it is used instead of taking registers before.
+__device__ __forceinline__ int thread_index_again() {
+    int x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return x;
+}

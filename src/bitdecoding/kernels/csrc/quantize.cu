@@ -105,7 +105,8 @@ __device__ __forceinline__ void copy_row_unit(uint16_t* target, const uint16_t* 
 // Copies the first tokens of page 0, as they are, to a slot of the sink.
 __device__ __forceinline__ void fill_sink(uint16_t* sink, const Space& space, int slot, int sink_tokens, int heads,
                                           int head) {
-    for (int i = threadIdx.x; i < 2 * sink_tokens * ROW_UNITS; i += THREADS) {
+#pragma unroll 1
+    for (int i = thread_index_again(); i < 2 * sink_tokens * ROW_UNITS; i += THREADS) {
         const int unit = i % ROW_UNITS, token = i / ROW_UNITS % sink_tokens, values = i / ROW_UNITS / sink_tokens;
         uint16_t* target =
             sink + (((static_cast<int64_t>(slot) * 2 + values) * heads + head) * sink_tokens + token) * HEAD_DIM;
@@ -116,7 +117,8 @@ __device__ __forceinline__ void fill_sink(uint16_t* sink, const Space& space, in
 // Writes the page's bytes from IMAGE_START on; zeros for padding.
 __device__ __forceinline__ void write_image(const Space& space, uint8_t* page) {
     constexpr int VALUE_UNITS = BD_VALUE_CODES / 16, VALUE_UNITS_END = BD_VALUE_SCALES / 16;
-    for (int unit = IMAGE_START / 16 + threadIdx.x; unit < PAGE_BYTES / 16; unit += THREADS) {
+#pragma unroll 1
+    for (int unit = IMAGE_START / 16 + thread_index_again(); unit < PAGE_BYTES / 16; unit += THREADS) {
         Words4 words = {};
         const bool is_value_code = unit >= VALUE_UNITS && unit < VALUE_UNITS_END;
         const int place = is_value_code ? VALUE_UNITS + image_unit(unit - VALUE_UNITS) : unit;
@@ -129,7 +131,7 @@ __device__ __forceinline__ void write_image(const Space& space, uint8_t* page) {
 template <typename Layer>
 __device__ __forceinline__ void quantize_page(const Layer& layer, const Space& space, int block, int heads, int head,
                                               int skipped) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int thread = thread_index_again(), warp = thread / 32, lane = thread % 32;
     float *key_mean = space.floats(SHARED_KEY_MEAN), *page_mean = space.floats(SHARED_PAGE_MEAN);
     if (threadIdx.x < HEAD_DIM) {
         const float* source = layer.key_mean();

@@ -84,6 +84,7 @@ __device__ __forceinline__ void quantize_value_strip(int strip, const uint16_t* 
             places[h][w] = image + BD_VALUE_CODES + 16 * image_unit(unit + 4 * h + w) + 4 * (2 * b + r);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
+        __syncwarp();  // one after the other, for the sake of registers
         const uint32_t amax = largest(raw[p]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

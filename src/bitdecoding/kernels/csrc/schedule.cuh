@@ -6,7 +6,8 @@
 
 constexpr int TAIL_TOKENS = 136;   // ring of 16-bit tokens: a page and the tokens of one decode step
 constexpr int CHUNK_TOKENS = 32;   // 16-bit tokens in a unit; about the bytes of an FP4 page
-constexpr int TILE_OVERHEAD = 8;   // what the end of a tile costs beside its units, in units
+constexpr int TILE_OVERHEAD = 8;   // what the end of a tile costs beside its units, in units, at most
+constexpr int UNITS_PER_OVERHEAD = 16;
 constexpr int TOKENS_OF_PAGE = 128;
 
 // One row of the step's state; see bitdecoding.kernels.control.
@@ -44,9 +45,10 @@ __device__ __forceinline__ RowUnits units_of_row(const RowState& row, int window
 }
 
 // Items of one tile (row, KV head, column group): what CTAs take. With fixed splits (granule > 1) an item is so many
-// units. Else it is one unit, and a tile has some more of them that stand for the cost of its end. A tile without tokens
-// has an item too, so that some CTA writes its zeros.
+// units. Else it is one unit, and a long tile has some more of them that stand for the cost of its end. A tile without
+// tokens has an item too, so that some CTA writes its zeros.
 __device__ __forceinline__ int items_of_row(const RowState& row, int window, int sink_tokens, int granule) {
     const int units = units_of_row(row, window, sink_tokens).total();
-    return granule > 1 ? max(1, (units + granule - 1) / granule) : max(1, units) + TILE_OVERHEAD;
+    if (granule > 1) return max(1, (units + granule - 1) / granule);
+    return max(1, units) + min(TILE_OVERHEAD, units / UNITS_PER_OVERHEAD);
 }
