@@ -1,18 +1,21 @@
 """Every instance of the decode kernel compiles within its registers, and to the instructions that make it fast."""
 
+import os
 import re
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import PackageNotFoundError, files
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 
 from bitdecoding.errors import InvalidInputError, UnsupportedError
-from bitdecoding.kernels.compile import compile_kernel, kernel_cache_folder
+from bitdecoding.kernels.compile import KernelResources, compile_kernel, kernel_cache_folder
 from bitdecoding.kernels.decode import MAX_GROUP
 from bitdecoding.kernels.decode_config import FEW_TILES, DecodeConfig, DecodeShape, choose_config, choose_shape
 from bitdecoding.kernels.layout import SUPPORTED_HEAD_DIMS, ArchFamily, PageLayout
@@ -59,18 +62,27 @@ def shapes(layout: PageLayout) -> list[DecodeShape]:
     return list(dict.fromkeys(made))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.layout_id)
-def test_instances_compile_without_spills(layout: PageLayout) -> None:
-    for shape in shapes(layout):
-        for config in {choose_config(shape, FEW_TILES), choose_config(shape, FEW_TILES + 1)}:
-            compiled = compile_kernel("decode.cu", ARCH_OF[layout.arch], config.defines(shape))
-            resources = compiled.resources["decode"]
-            what = (shape, config, resources)
-            assert (resources.stack_bytes, resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0, 0), what
-            assert config.shared_bytes(shape) <= SHARED_BYTES[layout.arch], what
-            # So many CTAs fit the registers of a multiprocessor; warps come in fours
-            warps = -(-config.threads * config.min_ctas // 128) * 4
-            assert warps * 32 * resources.registers <= 65536, what
+def configs(shape: DecodeShape) -> set[DecodeConfig]:
+    """For few and for many tiles of work."""
+    return {choose_config(shape, FEW_TILES), choose_config(shape, FEW_TILES + 1)}
+
+
+def compiled_resources(shape: DecodeShape, config: DecodeConfig) -> KernelResources:
+    return compile_kernel("decode.cu", ARCH_OF[shape.layout.arch], config.defines(shape)).resources["decode"]
+
+
+def test_instances_compile_without_spills(folder: Path) -> None:
+    instances = [(shape, config) for layout in LAYOUTS for shape in shapes(layout) for config in configs(shape)]
+    # Spawned: NVRTC and torch have threads. Each compiles for itself, the cache on disk is common
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        found = list(pool.map(compiled_resources, *zip(*instances, strict=True), chunksize=4))
+    for (shape, config), resources in zip(instances, found, strict=True):
+        what = (shape, config, resources)
+        assert (resources.stack_bytes, resources.spill_store_bytes, resources.spill_load_bytes) == (0, 0, 0), what
+        assert config.shared_bytes(shape) <= SHARED_BYTES[shape.layout.arch], what
+        # So many CTAs fit the registers of a multiprocessor; warps come in fours
+        warps = -(-config.threads * config.min_ctas // 128) * 4
+        assert warps * 32 * resources.registers <= 65536, what
 
 
 def disassemble(cubin: bytes, folder: Path) -> str:
@@ -90,17 +102,26 @@ def test_instructions(layout: PageLayout, tmp_path: Path) -> None:
     shape = choose_shape(layout, Arithmetic.W16, centered=False, rotate=True, capped=False, bf16=True, query_rows=8)
     compiled = compile_kernel("decode.cu", ARCH_OF[layout.arch], choose_config(shape, 1000).defines(shape))
     text = disassemble(compiled.cubin, tmp_path)
-    opcodes = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", text, re.MULTILINE))
+    opcodes = count_opcodes(text)
     assert opcodes["UBLKCP"] >= 3  # pages, 16-bit keys, 16-bit values
     dim = layout.head_dim
     # Keys and values of half a page: 4 products of 16 deep a K step and row tile; and of 16-bit tokens, P in two parts
     assert opcodes["HMMA"] == 4 * (4 * dim // 64 + dim // 16) + 2 * dim // 32 + 2 * dim // 16
     assert not opcodes["LDL"] and not opcodes["STL"]
     if layout.arch is ArchFamily.SM90 and layout.block_format is BlockFormat.NVFP4:
-        # Left shifts of decoding run on the multiplier: the integer pipe has enough to do
+        loops = [count_opcodes(block) for block in text.split("\n.L_")]
+        pages = sum((block for block in loops if block["HMUL2"]), Counter())
         words = 4 * (4 * dim // 64 + dim // 16)
-        assert opcodes["SHF"] < words, opcodes
-        assert opcodes["PRMT"] < 2 * words, opcodes  # scales are operand modifiers, not instructions
+        assert pages["HMUL2"] == 4 * words
+        # Left shifts of decoding run on the multiplier, as the integer pipe has enough to do; scales of a block are
+        # operand modifiers of the products, not instructions
+        assert pages["SHF"] < words // 2, pages
+        assert pages["PRMT"] <= words, pages
+
+
+def count_opcodes(text: str) -> Counter[str]:
+    """Instructions of a disassembly by name, without modifiers."""
+    return Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_]+)", text, re.MULTILINE))
 
 
 # --- Choices

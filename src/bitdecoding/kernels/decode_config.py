@@ -142,12 +142,12 @@ def choose_config(shape: DecodeShape, tiles: int) -> DecodeConfig:
     if arch is ArchFamily.SM120:
         in_turns = 2
     elif dim == 256:
-        pairs = 4 if shape.query_tiles == 1 else 3
+        pairs = 4 if shape.query_tiles == 1 and not shape.capped else 3
     elif shape.tiles > 1 or (shape.query_tiles > 1 and mxfp4 and shape.centered):
         pairs = 3  # 7 warps: the most that may have 255 registers a thread
     elif shape.query_tiles > 1:
         min_ctas, in_turns = 2, 2
-    elif tiles <= FEW_TILES or (shape.native and mxfp4 and shape.centered):
+    elif tiles <= FEW_TILES or (mxfp4 and (shape.capped or (shape.native and shape.centered))):
         min_ctas = 2
     else:
         min_ctas = 3
