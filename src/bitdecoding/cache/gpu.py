@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 
 from bitdecoding.cache.codec import LayerCodec
-from bitdecoding.cache.paged import CacheMemory
+from bitdecoding.cache.paged import CacheMemory, checked_step
 from bitdecoding.calibration.data import LayerCalibration
 from bitdecoding.errors import InvalidInputError, UnsupportedError
 from bitdecoding.kernels.buffers import MODEL_DTYPES, TAIL_TOKENS, LayerBuffers
@@ -530,31 +530,14 @@ class KernelLayer:
     def _check(
         self, q: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, padding: Sequence[int] | None
     ) -> list[int]:
-        group, rows, tokens = self._group, keys.shape[0], keys.shape[-2]
-        cached = self.lengths or [0] * rows
-        expected = (len(cached), group.num_kv_heads, tokens, group.head_dim)
-        if tuple(keys.shape) != expected or tuple(values.shape) != expected or not tokens or not rows:
-            raise InvalidInputError(
-                f"{self.name}: keys and values must be [rows, KV heads, tokens, head_dim] = {list(expected)}, got "
-                f"{list(keys.shape)} and {list(values.shape)}; free the cache before another batch"
-            )
-        if q is not None and (
-            q.shape[1] % group.num_kv_heads or q.shape[::2] != keys.shape[::2] or q.shape[3] != group.head_dim
-        ):
-            raise InvalidInputError(f"{self.name}: queries {list(q.shape)} do not go with keys {list(keys.shape)}")
+        group = self._group
+        padding = checked_step(self.name, q, keys, values, padding, self.lengths, (group.num_kv_heads, group.head_dim))
         for name, tensor in (("queries", q), ("keys", keys), ("values", values)):
             if tensor is not None and (tensor.dtype != group.dtype or tensor.device != group.device):
                 raise InvalidInputError(
                     f"{self.name}: {name} must be {group.dtype} on {group.device}, got {tensor.dtype} on "
                     f"{tensor.device}"
                 )
-        padding = [0] * rows if padding is None else list(padding)
-        if len(padding) != rows or not all(
-            0 <= pad <= tokens and not (pad and n) for pad, n in zip(padding, cached, strict=True)
-        ):
-            raise InvalidInputError(
-                f"{self.name}: padding {padding} does not fit {tokens} tokens after {cached} cached"
-            )
         return padding
 
 

@@ -52,6 +52,7 @@ __all__ = [
     "PagedLayer",
     "RowStore",
     "TorchBackend",
+    "checked_step",
 ]
 
 _ENCODED_AT_ONCE = 64
@@ -676,30 +677,52 @@ class PagedLayer:
     def _checked_padding(
         self, q: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, padding: Sequence[int] | None
     ) -> list[int]:
-        store, rows, tokens = self.store, keys.shape[0], keys.shape[-2]
-        expected = (store.num_rows or rows, store.num_kv_heads, tokens, store.head_dim)
-        if tuple(keys.shape) != expected or tuple(values.shape) != expected or not tokens or not rows:
-            raise InvalidInputError(
-                f"{self.name}: keys and values must be [rows, KV heads, tokens, head_dim] = {list(expected)}, got "
-                f"{list(keys.shape)} and {list(values.shape)}; free the cache before another batch"
-            )
-        if q is not None and (
-            q.shape[1] % store.num_kv_heads or tuple(q.shape) != (rows, q.shape[1], tokens, store.head_dim)
-        ):
-            raise InvalidInputError(f"{self.name}: queries {list(q.shape)} do not go with keys {list(keys.shape)}")
+        store = self.store
+        padding = checked_step(self.name, q, keys, values, padding, store.lengths, (store.num_kv_heads, store.head_dim))
         if q is not None:
             check_finite(f"{self.name} queries", q)
         check_fits(f"{self.name} keys", keys, store.dtype)
         check_fits(f"{self.name} values", values, store.dtype)
-        padding = [0] * rows if padding is None else list(padding)
-        cached = store.lengths or [0] * rows
-        if len(padding) != rows or not all(
-            0 <= pad <= tokens and not (pad and n) for pad, n in zip(padding, cached, strict=True)
-        ):
-            raise InvalidInputError(
-                f"{self.name}: padding {padding} does not fit {tokens} tokens after {cached} cached"
-            )
         return padding
+
+
+def checked_step(
+    name: str,
+    q: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    padding: Sequence[int] | None,
+    cached: Sequence[int],
+    heads: tuple[int, int],
+) -> list[int]:
+    """The padding of a step's rows, after a look at the shapes.
+
+    Args:
+        name: of the layer.
+        q, keys, values, padding: as for `PagedLayer.attend`; ``q`` may be None.
+        cached: tokens of each row before the step; empty before the first one.
+        heads: KV heads and head_dim of the layer.
+
+    Raises:
+        InvalidInputError: shapes, number of rows or padding that do not belong together.
+    """
+    rows, tokens = keys.shape[0], keys.shape[-2]
+    num_kv_heads, head_dim = heads
+    expected = (len(cached) or rows, num_kv_heads, tokens, head_dim)
+    if tuple(keys.shape) != expected or tuple(values.shape) != expected or not tokens or not rows:
+        raise InvalidInputError(
+            f"{name}: keys and values must be [rows, KV heads, tokens, head_dim] = {list(expected)}, got "
+            f"{list(keys.shape)} and {list(values.shape)}; free the cache before another batch"
+        )
+    if q is not None and (q.shape[1] % num_kv_heads or tuple(q.shape) != (rows, q.shape[1], tokens, head_dim)):
+        raise InvalidInputError(f"{name}: queries {list(q.shape)} do not go with keys {list(keys.shape)}")
+    padding = [0] * rows if padding is None else list(padding)
+    cached = list(cached) or [0] * rows
+    if len(padding) != rows or not all(
+        0 <= pad <= tokens and not (pad and n) for pad, n in zip(padding, cached, strict=True)
+    ):
+        raise InvalidInputError(f"{name}: padding {padding} does not fit {tokens} tokens after {cached} cached")
+    return padding
 
 
 class RowStore(Protocol):

@@ -1,10 +1,11 @@
-"""The GPU memory of one layer's cache, and checks that all kernel wrappers share."""
+"""The GPU memory of one layer's cache."""
 
 from dataclasses import dataclass
 
 import torch
 
 from bitdecoding.errors import InvalidInputError
+from bitdecoding.kernels.checks import check_tensor
 from bitdecoding.kernels.compile import require_cuda
 from bitdecoding.kernels.layout import ArchFamily, PageLayout
 from bitdecoding.recipe import MAX_DECODE_TOKENS, PAGE_SIZE
@@ -13,8 +14,6 @@ __all__ = [
     "MODEL_DTYPES",
     "TAIL_TOKENS",
     "LayerBuffers",
-    "check_heads",
-    "check_tensor",
 ]
 
 TAIL_TOKENS = PAGE_SIZE + MAX_DECODE_TOKENS
@@ -92,34 +91,3 @@ class LayerBuffers:
     def sink_tokens(self) -> int:
         """Tokens of a sink slot; 0 without a sink."""
         return 0 if self.sink is None else self.sink.shape[3]
-
-
-def check_tensor(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    """Raise `InvalidInputError` unless the tensor is contiguous, aligned to 16 bytes and just so."""
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != device or not tensor.is_contiguous():
-        raise InvalidInputError(
-            f"{name}: expected contiguous {dtype} {list(shape)} on {device}, got {tensor.dtype} {list(tensor.shape)} "
-            f"with strides {list(tensor.stride())} on {tensor.device}"
-        )
-    if tensor.data_ptr() % 16:
-        raise InvalidInputError(f"{name}: must be aligned to 16 bytes")
-
-
-def check_heads(
-    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raise `InvalidInputError` unless a tensor [..., heads, head_dim] can be read or written 16 bytes at a time: any
-    strides that are multiples of 8 elements, the last dim contiguous."""
-    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
-        raise InvalidInputError(
-            f"{name}: expected {dtype} {list(shape)} on {device}, got {tensor.dtype} {list(tensor.shape)} on "
-            f"{tensor.device}"
-        )
-    strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1]
-    if tensor.stride(-1) != 1 or any(stride % 8 for stride in strides) or tensor.data_ptr() % 16:
-        raise InvalidInputError(
-            f"{name}: rows of head_dim must be contiguous and start at multiples of 16 bytes, got strides "
-            f"{list(tensor.stride())}; call contiguous()"
-        )

@@ -22,13 +22,11 @@ import numpy as np
 import torch
 
 from bitdecoding.errors import InvalidInputError
+from bitdecoding.kernels.checks import ROW_STATE_FIELDS, check_block_table, check_vector
 from bitdecoding.kernels.compile import Kernel
 from bitdecoding.recipe import PAGE_SIZE
 
-__all__ = ["ROW_STATE_FIELDS", "Counters", "SlotTables", "StepPlan", "control_step"]
-
-ROW_STATE_FIELDS = 8
-"""Int32 values of a row's state: length, before, tail slot, sink slot to read, sink slot to fill, three reserved."""
+__all__ = ["Counters", "SlotTables", "StepPlan", "control_step"]
 
 _SHARED_BYTES = 99 * 1024 - 256
 """Shared memory that a CTA may have on every GPU with kernels, less what the kernel declares itself."""
@@ -251,17 +249,12 @@ def control_step(
     """
     tables = plan.tables
     rows = lengths.shape[0] if lengths.dim() == 1 else 0
-    _check_vector("lengths", lengths, rows, tables.device)
+    check_vector("lengths", lengths, (torch.int32,), rows, tables.device)
     if rows > plan.max_rows:
         raise InvalidInputError(f"lengths: {rows} rows, the plan was made for {plan.max_rows}")
-    if block_table.dtype not in (torch.int32, torch.int64) or block_table.dim() != 2 or block_table.shape[0] != rows:
-        raise InvalidInputError(
-            f"block_table: expected int32 or int64 [{rows}, blocks], got {block_table.dtype} {list(block_table.shape)}"
-        )
-    if block_table.device != tables.device or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
-        raise InvalidInputError(f"block_table: expected rows of contiguous entries on {tables.device}")
+    check_block_table("block_table", block_table, rows, tables.device)
     if query_start is not None:
-        _check_vector("query_start", query_start, rows + 1, tables.device)
+        check_vector("query_start", query_start, (torch.int32,), rows + 1, tables.device)
     elif not 0 <= query_tokens <= _MAX_INT:
         raise InvalidInputError(f"query_tokens: must be at least 0, got {query_tokens}")
     if null_block is not None and not 0 <= null_block < tables.num_blocks:
@@ -299,16 +292,3 @@ def control_step(
         np.int32(len(plan.windows)),
         np.int32(plan.max_rows + 1),
     )
-
-
-def _check_vector(name: str, tensor: torch.Tensor, size: int, device: torch.device) -> None:
-    if (
-        tensor.dtype != torch.int32
-        or tuple(tensor.shape) != (size,)
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
-        raise InvalidInputError(
-            f"{name}: expected contiguous int32 [{size}] on {device}, got {tensor.dtype} {list(tensor.shape)} on "
-            f"{tensor.device}"
-        )

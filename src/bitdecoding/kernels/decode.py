@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from bitdecoding.errors import InvalidInputError, UnsupportedError
-from bitdecoding.kernels.buffers import LayerBuffers, check_heads, check_tensor
+from bitdecoding.kernels.buffers import LayerBuffers
+from bitdecoding.kernels.checks import check_block_table, check_heads, check_states, check_tensor, check_vector
 from bitdecoding.kernels.compile import Kernel
 from bitdecoding.kernels.decode_config import DecodeConfig, DecodeShape, choose_config, choose_shape
 from bitdecoding.kernels.schedule import max_units
@@ -240,24 +241,9 @@ def decode(
 
 
 def _check_plan(plan: DecodePlan, rows: int, device: torch.device) -> None:
-    check_tensor("plan.rows", plan.rows, torch.int32, (rows, 8), device)
-    if (
-        plan.item_prefix.dtype != torch.int32
-        or tuple(plan.item_prefix.shape) != (rows + 1,)
-        or plan.item_prefix.device != device
-        or not plan.item_prefix.is_contiguous()
-    ):
-        raise InvalidInputError(
-            f"plan.item_prefix: expected contiguous int32 [{rows + 1}] on {device}, got {plan.item_prefix.dtype} "
-            f"{list(plan.item_prefix.shape)}"
-        )
-    table = plan.block_table
-    if table.dtype not in (torch.int32, torch.int64) or table.dim() != 2 or table.shape[0] != rows:
-        raise InvalidInputError(
-            f"plan.block_table: expected int32 or int64 [{rows}, blocks], got {table.dtype} {list(table.shape)}"
-        )
-    if table.device != device or (table.shape[1] > 1 and table.stride(1) != 1):
-        raise InvalidInputError(f"plan.block_table: expected rows of contiguous entries on {device}")
+    check_states("plan.rows", plan.rows, rows, device)
+    check_vector("plan.item_prefix", plan.item_prefix, (torch.int32,), rows + 1, device)
+    check_block_table("plan.block_table", plan.block_table, rows, device)
     if plan.granule < 1:
         raise InvalidInputError(f"plan.granule: must be at least 1, got {plan.granule}")
 

@@ -5,10 +5,9 @@ import functools
 import numpy as np
 import torch
 
-from bitdecoding.errors import InvalidInputError
-from bitdecoding.kernels.buffers import LayerBuffers, check_heads, check_tensor
+from bitdecoding.kernels.buffers import LayerBuffers
+from bitdecoding.kernels.checks import check_block_table, check_heads, check_states, check_vector
 from bitdecoding.kernels.compile import Kernel
-from bitdecoding.kernels.control import ROW_STATE_FIELDS
 from bitdecoding.kernels.layout import PageLayout, cuda_constants
 from bitdecoding.recipe import PAGE_SIZE
 
@@ -59,16 +58,11 @@ def gather(
     device, dtype = buffers.device, buffers.dtype
     heads, dim = buffers.num_kv_heads, buffers.layout.head_dim
     count = rows.shape[0] if rows.dim() == 2 else 0
-    check_tensor("rows", rows, torch.int32, (count, ROW_STATE_FIELDS), device)
-    if block_table.dtype not in (torch.int32, torch.int64) or block_table.dim() != 2 or block_table.shape[0] != count:
-        raise InvalidInputError(
-            f"block_table: expected int32 or int64 [{count}, blocks], got {block_table.dtype} {list(block_table.shape)}"
-        )
-    if block_table.device != device or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
-        raise InvalidInputError(f"block_table: expected rows of contiguous entries on {device}")
-    _check_vector("out_start", out_start, (torch.int32, torch.int64), count + 1, device)
+    check_states("rows", rows, count, device)
+    check_block_table("block_table", block_table, count, device)
+    check_vector("out_start", out_start, (torch.int32, torch.int64), count + 1, device)
     if start_position is not None:
-        _check_vector("start_position", start_position, (torch.int32,), count, device)
+        check_vector("start_position", start_position, (torch.int32,), count, device)
     tokens = keys.shape[0] if keys.dim() == 3 else 0
     check_heads("keys", keys, (tokens, heads, dim), dtype, device)
     check_heads("values", values, (tokens, heads, dim), dtype, device)
@@ -101,19 +95,3 @@ def gather(
         np.int32(out_start.dtype == torch.int64),
         np.int32(buffers.sink_tokens),
     )
-
-
-def _check_vector(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], size: int, device: torch.device
-) -> None:
-    if (
-        tensor.dtype not in dtypes
-        or tuple(tensor.shape) != (size,)
-        or tensor.device != device
-        or not tensor.is_contiguous()
-    ):
-        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidInputError(
-            f"{name}: expected contiguous {allowed} [{size}] on {device}, got {tensor.dtype} {list(tensor.shape)} on "
-            f"{tensor.device}"
-        )

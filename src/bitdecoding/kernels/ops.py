@@ -22,7 +22,8 @@ from bitdecoding.kernels import control as _control
 from bitdecoding.kernels import decode as _decode
 from bitdecoding.kernels import gather as _gather
 from bitdecoding.kernels import quantize as _quantize
-from bitdecoding.kernels.buffers import LayerBuffers, check_tensor
+from bitdecoding.kernels.buffers import LayerBuffers
+from bitdecoding.kernels.checks import ROW_STATE_FIELDS, check_tensor
 from bitdecoding.kernels.layout import SUPPORTED_HEAD_DIMS, ArchFamily, PageLayout
 from bitdecoding.numerics.blocks import BlockFormat
 from bitdecoding.numerics.ldlq import LdlqFactors
@@ -195,7 +196,7 @@ class _Plan(_control.StepPlan):
         self.sink_tokens = sink_tokens
         self.shared_bytes = _control._check_shared(self.max_rows, tables.tail_slots, tables.sink_slots)
         device = tables.device
-        check_tensor("states", states, torch.int32, (self.max_rows, _control.ROW_STATE_FIELDS), device)
+        check_tensor("states", states, torch.int32, (self.max_rows, ROW_STATE_FIELDS), device)
         check_tensor("item_prefix", item_prefix, torch.int32, (kinds, self.max_rows + 1), device)
         check_tensor("window_values", window_values, torch.int32, (kinds,), device)
         check_tensor("granule_values", granule_values, torch.int32, (kinds,), device)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from bitdecoding.errors import InvalidInputError, UnsupportedError
-from bitdecoding.kernels.buffers import LayerBuffers, check_heads, check_tensor
+from bitdecoding.kernels.buffers import LayerBuffers
+from bitdecoding.kernels.checks import check_block_table, check_heads, check_states, check_tensor, check_vector
 from bitdecoding.kernels.compile import Kernel
 from bitdecoding.kernels.layout import ArchFamily, PageLayout, cuda_constants
 from bitdecoding.numerics.blocks import BlockFormat
@@ -22,7 +23,6 @@ from bitdecoding.recipe import PAGE_SIZE, KeyRounding, Recipe, Rotation, ValueBl
 __all__ = ["Promotion", "QuantizeConfig", "promote_pages", "store_chunk"]
 
 _THREADS = 256
-_STATE_WORDS = 8
 _LAYER_WORDS = 8
 _POINTER_BYTES = 8
 _MAX_GRID = 65535
@@ -166,7 +166,7 @@ def store_chunk(
     tokens = new_keys.shape[0] if new_keys.dim() == 3 else 0
     for name, tensor in (("new_keys", new_keys), ("new_values", new_values)):
         check_heads(name, tensor, (tokens, heads, dim), buffers.dtype, device)
-    _check_vector("query_start", query_start, num_rows + 1, device)
+    check_vector("query_start", query_start, (torch.int32,), num_rows + 1, device)
     if not 0 <= max_tokens <= tokens:
         raise InvalidInputError(f"max_tokens: must be within 0..{tokens}, the tokens of new_keys, got {max_tokens}")
     if num_rows > _MAX_GRID or heads > _MAX_GRID:
@@ -289,23 +289,7 @@ def _check_layer(name: str, layer: LayerBuffers, config: QuantizeConfig, factors
 
 def _check_rows(rows: torch.Tensor, block_table: torch.Tensor, device: torch.device) -> int:
     """Number of rows."""
-    num_rows = rows.shape[0] if rows.dim() == 2 else 0
-    check_tensor("rows", rows, torch.int32, (num_rows, _STATE_WORDS), device)
-    good = block_table.dim() == 2 and block_table.shape[0] == num_rows and block_table.device == device
-    if not good or block_table.dtype not in (torch.int32, torch.int64):
-        raise InvalidInputError(
-            f"block_table: expected int32 or int64 [{num_rows}, blocks] on {device}, got {block_table.dtype} "
-            f"{list(block_table.shape)} on {block_table.device}"
-        )
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        raise InvalidInputError("block_table: entries of a row must be contiguous; call contiguous()")
-    return num_rows
-
-
-def _check_vector(name: str, tensor: torch.Tensor, length: int, device: torch.device) -> None:
-    if tensor.dtype != torch.int32 or tuple(tensor.shape) != (length,) or tensor.device != device:
-        raise InvalidInputError(
-            f"{name}: expected int32 [{length}] on {device}, got {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-        )
-    if not tensor.is_contiguous():
-        raise InvalidInputError(f"{name}: must be contiguous")
+    count = rows.shape[0] if rows.dim() == 2 else 0
+    check_states("rows", rows, count, device)
+    check_block_table("block_table", block_table, count, device)
+    return count
