@@ -166,6 +166,28 @@ def test_int64_tables():
     check(Spec(LENGTHS, table_dtype=torch.int64))
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_a_million_tokens(native):
+    check(Spec([2**20, 0, 1000], native=native, head_dim=64, kv_heads=1))
+
+
+def test_rows_share_pages():
+    """Two requests with the same first pages read them from the same blocks."""
+    case = make_case(Spec([1100, 1100], q_scale=3.0))
+    table = case.plan.block_table
+    first = table[0, :5].clone()
+    shared = table.clone()
+    shared[1, :5] = first
+    plan = dataclasses.replace(case.plan, block_table=shared)
+    copied = case.buffers.pages.clone()
+    copied[table[1, :5].long()] = case.buffers.pages[first.long()]
+    expected, _ = run(dataclasses.replace(case, buffers=dataclasses.replace(case.buffers, pages=copied)))
+    # The blocks that the second row had to itself hold what must not be read
+    case.buffers.pages[table[1, :5].long()] = 0xFF
+    output, _ = run(dataclasses.replace(case, plan=plan))
+    assert torch.equal(output, expected)
+
+
 def test_large_pool():
     """Pages beyond 2^31 bytes."""
     check(Spec([300, 1000], kv_heads=8, high_blocks=2**31 // (8 * 18432) + 5))

@@ -524,7 +524,7 @@ def test_inspect_names_the_extra_before_any_work(fail, inspect, tmp_path, monkey
 
 def test_info(run, cache):
     out, _ = run("info")
-    for expected in (f"bitdecoding-fp4 {__version__}", "no GPU kernels yet", str(cache), *preset_names()):
+    for expected in (f"bitdecoding-fp4 {__version__}", "both in PyTorch", str(cache), *preset_names()):
         assert expected in out
 
 
@@ -537,6 +537,10 @@ def test_info_as_json(run, cache, monkeypatch):
     cpu, gpu = content["devices"]
     assert (cpu["device"], cpu["compute_capability"]) == ("cpu", None)
     assert (gpu["device"], gpu["name"], gpu["compute_capability"]) == ("cuda:0", "H200", "9.0")
+    assert "both in PyTorch" in cpu["arithmetic"] and gpu["arithmetic"].startswith("kernels for sm_90a")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    old = json.loads(run("info", "--json")[0])["devices"][1]["arithmetic"]
+    assert "both in PyTorch" in old and "no kernels for compute capability 8.0" in old
     assert list(content["presets"]) == preset_names()
     assert content["cache_folder"] == str(cache)
 

@@ -12,7 +12,7 @@ from bitdecoding import __version__
 __all__ = ["info"]
 
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy")
-_ARITHMETIC = "native (FP4 query and probabilities) and w16 (16-bit), both by the PyTorch reference: no GPU kernels yet"
+_PYTORCH = "native (FP4 query and probabilities) and w16 (16-bit), both in PyTorch"
 
 
 def info(
@@ -55,12 +55,36 @@ def _collect() -> dict[str, Any]:
 def _devices() -> list[dict[str, str | None]]:
     import torch
 
-    devices = [_device("cpu", platform.processor() or platform.machine(), None)]
+    name = platform.processor() or platform.machine()
+    devices: list[dict[str, str | None]] = [
+        {"device": "cpu", "name": name, "compute_capability": None, "arithmetic": _PYTORCH}
+    ]
     for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        devices.append(_device(f"cuda:{index}", torch.cuda.get_device_name(index), f"{major}.{minor}"))
+        capability = torch.cuda.get_device_capability(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": torch.cuda.get_device_name(index),
+                "compute_capability": ".".join(map(str, capability)),
+                "arithmetic": _on_gpu(*capability),
+            }
+        )
     return devices
 
 
-def _device(device: str, name: str, capability: str | None) -> dict[str, str | None]:
-    return {"device": device, "name": name, "compute_capability": capability, "arithmetic": _ARITHMETIC}
+def _on_gpu(major: int, minor: int) -> str:
+    """What runs on a GPU of this compute capability, and why."""
+    from bitdecoding.errors import UnsupportedError
+    from bitdecoding.kernels.compile import arch_of_capability, require_compiler
+    from bitdecoding.kernels.layout import SUPPORTED_HEAD_DIMS
+
+    try:
+        arch = arch_of_capability(major, minor)
+        require_compiler()
+    except UnsupportedError as error:
+        return f"{_PYTORCH}; {error}"
+    dims = ", ".join(map(str, SUPPORTED_HEAD_DIMS))
+    return (
+        f"kernels for {arch}, w16 and native (FP4 products emulated exactly), for BF16 and FP16 models with head_dim "
+        f"{dims}; other models and recipes in PyTorch"
+    )

@@ -270,6 +270,7 @@ __device__ __forceinline__ void run_loader(const Parameters& p, uint32_t slots, 
             __syncwarp();
         }
         if (CENTERED) means.finish(p, scalars, lane);
+        if (lane == 0) work.number_parts(scalars.tasks[place].segment);  // before the consumers get their scratch
         for (int i = 0; i < SCRATCH_UNITS; ++i, ++ring.unit) {
             const int slot = wait_for_slot(ring, scalars);
             if (lane < FULL_ARRIVALS) mbarrier_arrive(shared_address(&scalars.full[slot]));
@@ -503,6 +504,7 @@ __device__ __forceinline__ void prepare_query(const Parameters& p, const Task& t
 #pragma unroll 1
     for (int column = warp * COLUMN_STEP; column < 8 * TILES; column += CONSUMER_WARPS * COLUMN_STEP) {
         const Column row(p, segment, column);
+        if (row.token < 0) continue;
         prepare_query_row(row.query(p, task), key_mean, p.score_scale, column, shared, scalars, lane);
         if (lane == 0) scalars.position[column] = row.position(p, task);
     }
@@ -711,6 +713,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BD_MIN_CTAS)
         }
         mbarrier_init_fence();
     }
+    // Columns that never get a query row stay zero: they cost less power, and no new maxima
+    for (int i = threadIdx.x; i < (SHARED_SCALARS - SHARED_QUERY) / 4; i += THREADS)
+        reinterpret_cast<uint32_t*>(shared + SHARED_QUERY)[i] = 0;
+    for (int i = threadIdx.x; i < 8 * QUERY_TILES; i += THREADS) scalars.query_scale[i] = 0.f;
+    for (int i = threadIdx.x; i < 8 * TILES; i += THREADS) scalars.shift[i] = 0.f;
     __syncthreads();
     if (warp == CONSUMER_WARPS)
         run_loader(p, shared_address(shared), scalars, lane);

@@ -80,7 +80,7 @@ __device__ __forceinline__ void quantize_row(const float (&x)[LANE_CHANNELS], fl
     }
 }
 
-// One query row, by one warp. raw: its channels, or null for a column without a query row, which gets zeros. key_mean:
+// One query row, by one warp. raw: its channels, or null for a token in front of its row, which gets zeros. key_mean:
 // of the head, or null where nobody asks for its score. column: of the output. score_scale: softmax scale · log2(e).
 __device__ __forceinline__ void prepare_query_row(const uint16_t* raw, const float* key_mean, float score_scale, int column,
                                                   uint8_t* shared, Scalars& scalars, int lane) {

@@ -12,8 +12,9 @@ struct Segment {
     int row, head, column_group;
     int unit_begin, unit_end;  // of the row's units
     int tile;
-    int parts;                 // segments that the tile is cut into
-    int part, first_part;      // where this segment, and the tile's first, leave their partial results
+    // From `Work::number_parts` on: segments that the tile is cut into, and where this one and the tile's first leave
+    // their partial results
+    int parts, part, first_part;
 };
 
 // A segment and its row, as the loader tells the consumers. row < 0: the end.
@@ -34,13 +35,13 @@ public:
         const int total = (rows < 32 ? __shfl_sync(ALL_LANES, window_prefix_, rows) : item_prefix[rows]) * tiles_;
         // Where there are fewer items than CTAs each takes one, so that no CTA before the last is without
         const int ctas = min(static_cast<int>(gridDim.x), total), cta = blockIdx.x;
-        share_ = total / ctas;
+        share_ = quotient(total, ctas);
         larger_ = total - ctas * share_;  // so many CTAs take one more
         next_ = end_ = 0;
         if (cta >= ctas) return;
         next_ = cta * share_ + min(cta, larger_);
         end_ = next_ + share_ + (cta < larger_);
-        find_row(next_ / tiles_);
+        find_row(quotient(next_, tiles_));
     }
 
     // The next segment; false when there is none. Every lane of the warp gets the same.
@@ -57,7 +58,7 @@ public:
             items = prefix(row_ + 1) - prefix(row_);
             working = granule_ > 1 ? items : max(1, task.units.total());  // the rest stands for the tile's end
             const int begin = prefix(row_) * tiles_;
-            tile_of_row = (next_ - begin) / items;
+            tile_of_row = quotient(next_ - begin, items);
             first = begin + tile_of_row * items;  // of the tile
             item = next_ - first;
             if (item >= working) next_ = min(end_, first + items);
@@ -66,32 +67,39 @@ public:
 
         Segment& segment = task.segment;
         segment.row = row_;
-        segment.head = tile_of_row / groups_;
-        segment.column_group = tile_of_row % groups_;
+        segment.head = groups_ == 1 ? tile_of_row : quotient(tile_of_row, groups_);
+        segment.column_group = tile_of_row - segment.head * groups_;
         segment.unit_begin = item * granule_;
         segment.unit_end = min(task.units.total(), (item + taken) * granule_);
         segment.tile = row_ * tiles_ + tile_of_row;
-        if (granule_ > 1) {
-            segment.parts = items;
-            segment.part = next_;
-            segment.first_part = first;
-        } else {
-            // CTA + tile is unique: from one segment to the next in line, either goes up
-            const int first_cta = cta_of(first);
-            segment.parts = cta_of(first + working - 1) - first_cta + 1;
-            segment.part = blockIdx.x + segment.tile;
-            segment.first_part = first_cta + segment.tile;
-        }
+        segment.parts = working;
+        segment.part = next_;
+        segment.first_part = first;
         next_ += taken;
         return true;
+    }
+
+    // Balanced work is cut by CTAs, not by items: from items to parts, which only the segment's end needs.
+    __device__ __forceinline__ void number_parts(Segment& segment) const {
+        if (granule_ > 1) return;
+        const int first_cta = cta_of(segment.first_part);
+        segment.parts = cta_of(segment.first_part + segment.parts - 1) - first_cta + 1;
+        // CTA + tile is unique: from one segment to the next in line, either goes up
+        segment.part = blockIdx.x + segment.tile;
+        segment.first_part = first_cta + segment.tile;
     }
 
 private:
     static constexpr unsigned int ALL_LANES = 0xFFFFFFFFu;
 
+    // Of numbers that are not negative: signs make a division longer.
+    __device__ __forceinline__ static int quotient(int a, int b) {
+        return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+    }
+
     __device__ __forceinline__ int cta_of(int item) const {
         const int of_larger = larger_ * (share_ + 1);
-        return item < of_larger ? item / (share_ + 1) : larger_ + (item - of_larger) / share_;
+        return item < of_larger ? quotient(item, share_ + 1) : larger_ + quotient(item - of_larger, share_);
     }
 
     // Prefixes and states of 32 rows from row_ on, one a lane: one round trip to memory instead of one a step.
