@@ -452,44 +452,58 @@ __device__ __forceinline__ void write_output(const Parameters& p, const Segment&
 
 constexpr int CHANNEL_QUADS = HEAD_DIM / 4;
 
-// Joins all parts of a tile in their order.
+// Joins all parts of a tile, always in the same order. The lanes that share a column load its maxima and sums once, one
+// part a lane; each lane then adds up four channels.
 __device__ __forceinline__ void combine_parts(const Parameters& p, const Segment& segment, const Scalars& scalars,
                                               int thread) {
+    constexpr int LANES = CHANNEL_QUADS < 32 ? CHANNEL_QUADS : 32;  // of one column
     // Loads in flight, as many as the registers allow
-    constexpr int AT_ONCE = TILES > 1 || !BD_NVFP4 ? 6 : BD_MIN_CTAS == 2 && QUERY_TILES == 1 ? 16 : 8;
+    constexpr int AT_ONCE = TILES > 1 || !BD_NVFP4 ? 8 : 16;
+    static_assert(LANES % AT_ONCE == 0, "parts at once");
+    const int lane = thread % LANES;
+    const uint32_t together = LANES == 32 ? 0xFFFFFFFFu : ((1u << LANES) - 1) << (thread % 32 - lane);
     for (int i = thread; i < COLUMNS * CHANNEL_QUADS; i += CONSUMER_THREADS) {
         const int column = i / CHANNEL_QUADS, channel = 4 * (i % CHANNEL_QUADS);
         const Column target(p, segment, column * COLUMN_STEP);
         if (target.token < 0) continue;
+        const auto place = [&](int part) { return static_cast<int64_t>(segment.first_part + part) * COLUMNS + column; };
+        const auto load_stats = [&](int part, float(&stats)[2]) {
+            stats[0] = NO_SCORE;
+            stats[1] = 0.f;
+            if (part < segment.parts) load_l2(stats, p.partial_stats + 2 * place(part));
+        };
         float maximum = NO_SCORE, sum = 0.f, output[4] = {};
-        for (int first = 0; first < segment.parts; first += AT_ONCE) {
-            float stats[AT_ONCE][2], x[AT_ONCE][4];
+        for (int part = lane; part < segment.parts; part += LANES) {
+            float stats[2];
+            load_stats(part, stats);
+            maximum = fmaxf(maximum, stats[0]);
+        }
 #pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                stats[j][0] = NO_SCORE;
-                stats[j][1] = x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
-                if (first + j < segment.parts) {
-                    const int64_t place = (segment.first_part + first + j) * COLUMNS + column;
-                    load_l2(stats[j], p.partial_stats + 2 * place);
-                    load_l2(x[j], p.partial_output + place * HEAD_DIM + channel);
+        for (int d = LANES / 2; d > 0; d /= 2) maximum = fmaxf(maximum, __shfl_xor_sync(together, maximum, d));
+        for (int first = 0; first < segment.parts; first += LANES) {
+            float stats[2];
+            load_stats(first + lane, stats);
+            const float factor = weight(stats[0], maximum);
+            sum = fmaf(stats[1], factor, sum);
+#pragma unroll 1
+            for (int start = 0; start < LANES && first + start < segment.parts; start += AT_ONCE) {
+                float x[AT_ONCE][4];
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    x[k][0] = x[k][1] = x[k][2] = x[k][3] = 0.f;
+                    const int part = first + start + k;
+                    if (part < segment.parts) load_l2(x[k], p.partial_output + place(part) * HEAD_DIM + channel);
+                }
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; ++k) {
+                    const float of_part = __shfl_sync(together, factor, start + k, LANES);
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) output[c] = fmaf(x[k][c], of_part, output[c]);
                 }
             }
-            float top = maximum;
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) top = fmaxf(top, stats[j][0]);
-            const float rescale = weight(maximum, top);
-            maximum = top;
-            sum *= rescale;
-#pragma unroll
-            for (int k = 0; k < 4; ++k) output[k] *= rescale;
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j) {
-                const float factor = weight(stats[j][0], top);
-                sum = fmaf(stats[j][1], factor, sum);
-#pragma unroll
-                for (int k = 0; k < 4; ++k) output[k] = fmaf(x[j][k], factor, output[k]);
-            }
         }
+#pragma unroll
+        for (int d = LANES / 2; d > 0; d /= 2) sum += __shfl_xor_sync(together, sum, d);
         write_output(p, segment, scalars, target, column * COLUMN_STEP, channel, output, maximum, sum);
     }
 }
