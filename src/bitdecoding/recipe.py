@@ -6,6 +6,7 @@ functions below and, by name, `get_recipe`; variants come from `Recipe.replace`.
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,8 @@ class Recipe(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
+        if not self.name.strip():
+            raise ValueError("name: must not be empty")
         blocks = self.kv_format.blocks
         if blocks is None:
             uses = {
@@ -506,8 +509,11 @@ def preset_names() -> list[str]:
 
 
 def presets() -> dict[str, str]:
-    """Preset names with the first line of their documentation."""
-    return {name: (make.__doc__ or "").strip().splitlines()[0] for name, make in _BY_NAME.items()}
+    """Preset names with the first line of their documentation, which calls other presets by name too."""
+    return {
+        name: re.sub(r"`(\w+)`", lambda match: match[1].replace("_", "-"), (make.__doc__ or "").strip().splitlines()[0])
+        for name, make in _BY_NAME.items()
+    }
 
 
 def get_recipe(name: str) -> Recipe:

@@ -267,3 +267,13 @@ def test_head_dims_that_can(head_dim: int):
     get_recipe("bitdecoding-nvfp4").check_head_dim(head_dim)
     if head_dim != 80:
         get_recipe("bitdecoding-mxfp4").check_head_dim(head_dim)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_a_recipe_has_a_name(name: str) -> None:
+    with pytest.raises(InvalidInputError, match="name: must not be empty"):
+        Recipe(name=name, kv_format="bf16")
+
+
+def test_presets_are_described_by_their_names() -> None:
+    assert not any("_" in text or "`" in text for text in presets().values())

@@ -75,7 +75,11 @@ def parse_recipe(text: str) -> "Recipe":
     from bitdecoding.recipe import Recipe, get_recipe
 
     if text.endswith(".json") or Path(text).is_file():
-        return Recipe.from_json(read_text(text, "recipe"))
+        content = read_text(text, "recipe")
+        try:
+            return Recipe.from_json(content)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{text}: {error}") from None
     return get_recipe(text)
 
 
