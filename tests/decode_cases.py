@@ -8,7 +8,8 @@ import torch
 
 from bitdecoding import Calibration, LayerCodec, Recipe, get_recipe
 from bitdecoding.kernels.buffers import TAIL_TOKENS, LayerBuffers
-from bitdecoding.kernels.decode import DecodeArithmetic, DecodePlan
+from bitdecoding.kernels.decode import DecodeArithmetic, DecodePlan, DecodeWorkspace
+from bitdecoding.kernels.decode_config import DecodeShape, choose_shape
 from bitdecoding.kernels.layout import ArchFamily, LogicalPages, PageLayout, pack_page
 from bitdecoding.kernels.schedule import items_of_row, units_of_row
 from bitdecoding.numerics.packing import unpack_nibbles
@@ -342,3 +343,66 @@ def dense(case: Case, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     v = torch.cat((parts.page_values.double(), parts.values16.double()), -2)[0]
     seen = torch.cat((parts.page_seen, parts.seen16), -1)[0]  # [tokens, keys]
     return q, k, v, seen.repeat(case.spec.group, 1)
+
+
+def shape_of(case: Case) -> DecodeShape:
+    spec = case.spec
+    return choose_shape(
+        case.buffers.layout,
+        Arithmetic.NATIVE if spec.native else Arithmetic.W16,
+        centered=case.buffers.means is not None,
+        rotate=True,
+        capped=spec.softcap is not None,
+        bf16=spec.dtype == torch.bfloat16,
+        query_rows=spec.group * spec.tokens,
+    )
+
+
+def workspace_for(case: Case) -> DecodeWorkspace:
+    spec = case.spec
+    return DecodeWorkspace(
+        len(spec.lengths),
+        spec.kv_heads * spec.group,
+        spec.kv_heads,
+        spec.head_dim,
+        max_tokens=spec.tokens,
+        max_length=max(spec.lengths),
+        granule=spec.granule,
+        sink_tokens=case.recipe.sink_tokens,
+        device=case.query.device,
+    )
+
+
+def relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Largest ‖x - y‖ / ‖y‖ of a row of the batch."""
+    x, y = x.double().flatten(1), y.double().flatten(1)
+    norm = y.norm(dim=-1)
+    error = (x - y).norm(dim=-1)
+    assert bool((error[norm == 0] == 0).all())
+    return float((error / norm.clamp(min=1e-30))[norm > 0].max()) if bool((norm > 0).any()) else 0.0
+
+
+def check_result(case: Case, output: torch.Tensor, lse: torch.Tensor, cut: Cut) -> None:
+    """The kernel's results are the reference's, and the new tokens are where they belong."""
+    assert torch.isfinite(output).all()
+    expected, expected_lse = reference(case, cut)
+    # A result in the model's dtype is off by half a unit in its last place
+    rounding = 2.0**-9 if case.spec.dtype == torch.bfloat16 else 2.0**-12
+    difference = relative(output, expected)
+    assert difference <= 1e-3 + rounding, difference
+    finite = torch.isfinite(expected_lse)
+    assert torch.equal(finite, torch.isfinite(lse)) and bool((lse[~finite] == -torch.inf).all())
+    torch.testing.assert_close(lse[finite], expected_lse[finite], rtol=1e-4, atol=2e-4)
+    check_append(case)
+
+
+def check_append(case: Case) -> None:
+    """New tokens are in the tail ring; nothing else has changed."""
+    fresh = make_case(case.spec, case.query.device.type)
+    ring = fresh.buffers.tail
+    for row, length in enumerate(case.spec.lengths):
+        slot = int(case.plan.rows[row, 2])
+        for position in range(case.before(row), length):
+            ring[slot, 0, :, position % ring.shape[3]] = case.keys[row][:, position]
+            ring[slot, 1, :, position % ring.shape[3]] = case.values[row][:, position]
+    assert torch.equal(ring.view(torch.int16), case.buffers.tail.view(torch.int16))

@@ -35,23 +35,28 @@ def _build(source: str, name: str, defines: tuple[tuple[str, int], ...]) -> ctyp
     key = hashlib.sha256(repr((source, name, defines)).encode()).hexdigest()[:16]
     folder = _folder() / key
     shutil.copytree(CSRC, folder)
-    shutil.copy(SHIM, folder / "ptx.cuh")
+    additions = SHIM.with_name(f"{Path(source).stem}_ptx.cuh")
+    (folder / "ptx.cuh").write_text(SHIM.read_text() + (additions.read_text() if additions.exists() else ""))
     unit = folder / "host.cpp"
     dynamic = "uint8_t* const shared = reinterpret_cast<uint8_t*>(host::dynamic_shared);"
     text = re.sub(r"extern __shared__ .*? uint8_t shared\[\];", dynamic, (folder / source).read_text())
     unit.write_text(
         f"{text}\n"
-        'extern "C" void host_launch(const int* grid, int threads, unsigned seed, void** arguments) {\n'
-        f"    host::launch({name}, grid, threads, seed, arguments);\n"
+        'extern "C" const char* host_launch(const int* grid, int threads, unsigned seed, void** arguments) {\n'
+        f"    return host::launch({name}, grid, threads, seed, arguments);\n"
         "}\n"
     )
     library = folder / "kernel.so"
     macros = [f"-D{macro}={value}" for macro, value in defines]
-    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC"]
+    options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+    # Each library has its own variables; jumps from stack to stack are meant
+    options += ["-fno-gnu-unique", "-U_FORTIFY_SOURCE"]
     command = ["g++", *options, *macros, str(unit), "-o", str(library)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
-    return ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(library))
+    loaded.host_launch.restype = ctypes.c_char_p
+    return loaded
 
 
 class HostKernel:
@@ -74,7 +79,9 @@ class HostKernel:
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         dims = (ctypes.c_int * 3)(*grid, *[1] * (3 - len(grid)))
-        self._library.host_launch(dims, self.threads or threads, ctypes.c_uint(self.seed), pointers)
+        failure = self._library.host_launch(dims, self.threads or threads, ctypes.c_uint(self.seed), pointers)
+        if failure is not None:
+            raise RuntimeError(failure.decode())
 
 
 def _value(argument: torch.Tensor | np.generic | None) -> np.ndarray:

@@ -1,17 +1,12 @@
 // What the quantize kernels need besides cuda_host/ptx.cuh, to which the tests append this file.
 
-inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
-inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
-
 struct __align__(16) float4 {
     float x, y, z, w;
 };
 
 inline int thread_index_again() { return threadIdx.x; }
 inline void __syncwarp() {}
-inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) != 0; }
 inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
 
 inline void async_copy_16(uint32_t target, const void* source) { std::memcpy(shared_pointer(target), source, 16); }
 inline void async_copies_commit() {}
@@ -26,21 +21,6 @@ inline int64_t load_global_word(const int64_t* source) { return *source; }
 #endif
 inline float reciprocal_approximate(float x) { return bits_to_f32(f32_to_bits(1.f / x) + HOST_RECIPROCAL_ERROR); }
 
-inline double half_of(uint32_t pair, int high) { return high ? f16_high_to_f32(pair) : f16_low_to_f32(pair); }
-template <typename F>
-uint32_t each_half(F f) {
-    uint32_t result = 0;
-    for (int h = 0; h < 2; ++h) {
-        const _Float16 x = static_cast<_Float16>(f(h));  // from fp64, which holds every product and sum
-        uint16_t bits;
-        std::memcpy(&bits, &x, 2);
-        result |= static_cast<uint32_t>(bits) << (16 * h);
-    }
-    return result;
-}
-inline uint32_t mul_f16x2(uint32_t a, uint32_t b) {
-    return each_half([=](int h) { return half_of(a, h) * half_of(b, h); });
-}
 inline uint32_t fma_f16x2(uint32_t a, uint32_t b, uint32_t c) {
     return each_half([=](int h) { return half_of(a, h) * half_of(b, h) + half_of(c, h); });
 }
@@ -63,13 +43,3 @@ inline uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selectors) {
     for (int i = 0; i < 4; ++i) r |= static_cast<uint32_t>(both >> (8 * (selectors >> (4 * i) & 7)) & 0xFF) << (8 * i);
     return r;
 }
-
-inline uint32_t f32_to_e4m3(float x) {  // x >= 0
-    if (std::isnan(x)) return 127;
-    uint32_t byte = 0;
-    while (byte < 126 && e4m3_to_f32(byte + 1) <= x) ++byte;
-    if (byte == 126) return byte;
-    const float below = x - e4m3_to_f32(byte), above = e4m3_to_f32(byte + 1) - x;
-    return below > above || (below == above && byte % 2) ? byte + 1 : byte;
-}
-inline uint32_t f32x2_to_e4m3x2(float low, float high) { return f32_to_e4m3(low) | f32_to_e4m3(high) << 8; }

@@ -81,6 +81,7 @@ def test_every_ptx_wrapper_assembles(arch: str) -> None:
             mbarrier_init(bar, 2);
             mbarrier_init_fence();
             mbarrier_arrive_expect(bar, 1024);
+            fence_shared_for_bulk_copies();
             bulk_copy(address, in, 1024, bar, evict_first_policy());
             mbarrier_arrive(bar);
         }

@@ -297,8 +297,11 @@ def arguments(**changes: Any) -> dict[str, Any]:
         ({"lengths": torch.zeros(4, dtype=torch.int32)[::2]}, r"lengths: expected contiguous int32 \[2\]"),
         ({"lengths": torch.zeros(4, dtype=torch.int32)}, r"lengths: 4 rows, the plan was made for 3"),
         ({"block_table": torch.zeros(3, 4, dtype=torch.int32)}, r"block_table: expected int32 or int64 \[2, blocks\]"),
-        ({"block_table": torch.zeros(2, 4)}, r"block_table: expected int32 or int64 \[2, blocks\], got torch.float32"),
-        ({"block_table": torch.zeros(4, 2, dtype=torch.int32).T}, r"block_table: expected rows of contiguous entries"),
+        (
+            {"block_table": torch.zeros(2, 4)},
+            r"block_table: expected int32 or int64 \[2, blocks\] on cpu, got torch.float32",
+        ),
+        ({"block_table": torch.zeros(4, 2, dtype=torch.int32).T}, r"block_table: entries of a row must be contiguous"),
         ({"query_start": torch.zeros(2, dtype=torch.int32)}, r"query_start: expected contiguous int32 \[3\]"),
         ({"query_tokens": -1}, r"query_tokens: must be at least 0, got -1"),
         ({"null_block": 10}, r"null_block: must be a block 0\.\.9, or None, got 10"),

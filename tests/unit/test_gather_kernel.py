@@ -124,7 +124,7 @@ def buffers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rows", torch.zeros(3, 7, dtype=torch.int32), r"expected contiguous torch.int32 \[3, 8\]"),
         ("rows", torch.zeros(3, 8), r"expected contiguous torch.int32 \[3, 8\]"),
         ("block_table", torch.zeros(2, 2, dtype=torch.int32), r"expected int32 or int64 \[3, blocks\]"),
-        ("block_table", torch.zeros(2, 3, dtype=torch.int32).T, r"expected rows of contiguous entries"),
+        ("block_table", torch.zeros(2, 3, dtype=torch.int32).T, r"entries of a row must be contiguous"),
         ("out_start", torch.zeros(3, dtype=torch.int32), r"expected contiguous int32 or int64 \[4\]"),
         ("out_start", torch.zeros(4), r"expected contiguous int32 or int64 \[4\] on cpu, got torch.float32"),
         ("start_position", torch.zeros(3, dtype=torch.int64), r"expected contiguous int32 \[3\]"),

@@ -616,6 +616,7 @@ __device__ __forceinline__ void finish_segment(const Parameters& p, const Segmen
             combine_parts(p, segment, scalars, thread);
         }
     }
+    fence_shared_for_bulk_copies();
     named_barrier(CONSUMERS_BARRIER, CONSUMER_THREADS);  // the next segment overwrites all this
 }
 

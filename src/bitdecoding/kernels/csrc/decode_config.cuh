@@ -24,6 +24,7 @@ constexpr int THREADS = CONSUMER_THREADS + 32;  // and the loader
 constexpr int SLOTS = BD_SLOTS;          // units in flight
 // So that within a segment a slot always belongs to one pair, which has then seen all earlier phases of its barriers
 static_assert(SLOTS % PAIRS == 0, "slots and pairs");
+static_assert(!CENTERED || SLOTS > 1, "scores of a page's mean come after the wait for the next slot");
 
 constexpr int OUTPUT_TILES = HEAD_DIM / 16;  // row tiles of the output: 16 channels each
 constexpr int KV_BLOCKS_BYTES = BD_VALUE_SCALES + PAGE_TOKENS * HEAD_DIM / BLOCK_SIZE;  // of a page, padding left out

@@ -52,6 +52,11 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
     } while (!done);
 }
 
+// Orders this thread's stores to shared memory before later bulk copies to the same place.
+__device__ __forceinline__ void fence_shared_for_bulk_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Cache policy of data that is read once: what else is in L2 stays there.
 __device__ __forceinline__ uint64_t evict_first_policy() {
     uint64_t policy;
